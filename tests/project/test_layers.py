@@ -290,7 +290,7 @@ def test_what_the_pages_of_design_name_exists(page):
     assert missing_members(text, known) == []
     assert missing_places(text, PACKAGE / "_autocast") == []
     assert missing_members(
-        "`demand.FULL` `_compat.inlined` `read_flags.FULL` `State.kept`", known
+        "`demand.FULL` `_compat.inlined` `read_flags.TESTED` `State.kept`", known
     ) == [
         "_compat.inlined",
         "demand.FULL",

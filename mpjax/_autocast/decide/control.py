@@ -15,10 +15,10 @@ from mpjax._autocast.decide.may import STREAM_CARRIES, stream_carries
 from mpjax._autocast.decide.must.carries import recurrent
 from mpjax._autocast.decide.read_flags import (
     ABSOLUTE,
+    ACCUMULATOR,
     AT_THE_END,
     CARRIED,
     FORWARD,
-    FULL,
     LATER,
     NEAR,
     STACKED,
@@ -142,7 +142,7 @@ def _fixpoint(
 def _body_reads(carried: Sequence[State], out_reads: Sequence[int]) -> tuple[int, ...]:
     """Returns how a loop's body is to give each carry: unrounded where it is float32."""
     return tuple(
-        FULL | r & UNROUNDED if s.kind == Kind.WIDE else r | CARRIED
+        ACCUMULATOR | r & UNROUNDED if s.kind == Kind.WIDE else r | CARRIED
         for s, r in zip(carried, out_reads, strict=False)
     )
 

@@ -21,7 +21,7 @@ from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES, OpClass
 
 _EXACT_RESULT = (
-    read_flags.GRADIENT | read_flags.EXACT | read_flags.RESULT | read_flags.SAME | read_flags.AGAIN
+    read_flags.GRADIENT | read_flags.RUINED | read_flags.RESULT | read_flags.SAME | read_flags.AGAIN
 )
 DecideProgram = Callable[..., Decided]
 """Decides about a program, as `planning.decide` does."""
@@ -53,7 +53,7 @@ def decide(
     """
     read = values.reads.get(eqn.outvars[0], 0)
     low = values.low_dtype(eqn, settings)
-    how, why, low = eight_bits.config(eqn, settings, low, exact=bool(read & read_flags.EXACT))
+    how, why, low = eight_bits.config(eqn, settings, low, exact=bool(read & read_flags.RUINED))
     operands = [values.state(v) for v in eqn.invars]
     reason = _why_not_low(values, eqn, kind, low)
     if not reason and (flag := conditioned.keeps_from_low(eqn, read)):
@@ -89,7 +89,7 @@ def decide(
 def decide_attention(values: Rounding, eqn: Eqn, settings: Settings) -> Decision:
     """Decides about one `mpjax.dot_product_attention`, which holds two products."""
     low = values.low_dtype(eqn, settings)
-    is_exact = any(values.reads.get(v, 0) & read_flags.EXACT for v in eqn.outvars)
+    is_exact = any(values.reads.get(v, 0) & read_flags.RUINED for v in eqn.outvars)
     reason = reasons.attention_as_written(eqn, settings, low, is_exact=is_exact)
     if reason or low is None:
         state = states.full([values.state(v) for v in eqn.invars])
@@ -125,7 +125,7 @@ def _is_result_exact(eqn: Eqn, read: int, low: Any) -> bool:
         return True
     if read & read_flags.LATER:
         return False
-    return bool(read & (read_flags.OUTPUT | read_flags.FULL)) or scopes.is_transposed(eqn)
+    return bool(read & (read_flags.OUTPUT | read_flags.ACCUMULATOR)) or scopes.is_transposed(eqn)
 
 
 def _may_overflow(values: Rounding, eqn: Eqn, low: Any) -> bool:
@@ -149,5 +149,5 @@ def _result(read: int, low: Any, *, exact: bool) -> State:
     if exact and read & read_flags.GRADIENT:  # rounded, small steps along it would be lost
         return states.WIDE_PURE
     if exact:
-        return states.KEPT if read & read_flags.EXACT else states.WIDE
+        return states.KEPT if read & read_flags.RUINED else states.WIDE
     return states.unrounded(states.low(low)) if read & read_flags.MEET else states.low(low)

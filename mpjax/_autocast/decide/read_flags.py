@@ -16,7 +16,7 @@ LATER = 1 << 2
 """Some product depends on it."""
 WHOLE = 1 << 3
 """Read by a product with all of its elements: worth a low copy outside a loop."""
-FULL = 1 << 4
+ACCUMULATOR = 1 << 4
 """Goes into a carry that a loop holds in float32: an accumulator."""
 CARRIED = 1 << 5
 """Goes into a carry that a loop holds in either dtype."""
@@ -29,7 +29,7 @@ FORWARD = 1 << 7
 
 GRADIENT = 1 << 8
 """A derivative taken inside the program, which the rest of the program reads."""
-EXACT = 1 << 9
+RUINED = 1 << 9
 """Rounding ruins a reader: a factorisation, a running sum, a comparison, one without a rule."""
 ABSOLUTE = 1 << 10
 """A sine or an exponential reads it: of a large value, rounding leaves nothing."""
@@ -69,9 +69,9 @@ LEFT, SPREAD = 1 << 25, 1 << 26
 MEET = 1 << 27
 """Several readers give it cotangents, one of them apart: they add up in float32."""
 
-UNROUNDED = EXACT | NEAR | TESTED | CANCELS | BELOW | DIFFERENCE | AGAIN | RESULT
+UNROUNDED = RUINED | NEAR | TESTED | CANCELS | BELOW | DIFFERENCE | AGAIN | RESULT
 """Where one of these is set, the value is float32 for that reader, whatever lies between."""
-SPOILED = OUTPUT | FULL | ABSOLUTE | UNROUNDED
+SPOILED = OUTPUT | ACCUMULATOR | ABSOLUTE | UNROUNDED
 """Where one of these is set, the value is not rounded because a product reads it too."""
 AT_THE_END = OUTPUT | GRADIENT
 """Asked of the last carry of a loop, not of each."""

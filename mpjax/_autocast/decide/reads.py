@@ -16,19 +16,19 @@ from mpjax._autocast.decide import control, reasons
 from mpjax._autocast.decide.must import conditioned, meetings
 from mpjax._autocast.decide.read_flags import (
     ABSOLUTE,
+    ACCUMULATOR,
     AGAIN,
     CARRIED,
     COTANGENTS,
     DIFFERENCE,
-    EXACT,
     FORWARD,
-    FULL,
     GRADIENT,
     LATER,
     NEAR,
     OUTPUT,
     PRODUCT,
     RESULT,
+    RUINED,
     SCALED,
     TESTED,
     UNROUNDED,
@@ -127,7 +127,7 @@ def _of_call(eqn: Eqn, outs: list[int], others: Others, known: facts.Facts) -> l
     is_function, full = fusible.is_fusible_function(eqn), others.full
     if is_function and full and fusible.operations(eqn) & full:
         later = functools.reduce(operator.or_, outs, 0) & (LATER | FORWARD)
-        return [later | EXACT] * len(eqn.invars)
+        return [later | RUINED] * len(eqn.invars)
     reads = control.operand_reads(eqn, tuple(outs), Inner(eqn, others, known))
     return _of_activation(eqn, outs, reads) if is_function and is_activation(eqn) else reads
 
@@ -146,7 +146,7 @@ def _of_operation(
         return [r | compared if i < keys else r for i, r in enumerate(outs)]
     unrounded = conditioned.how_read(eqn, out_read, known)
     if conditioned.ruins(eqn) or name in others.full:
-        return [later | EXACT | unrounded] * len(eqn.invars)
+        return [later | RUINED | unrounded] * len(eqn.invars)
     reads = _by_rule(eqn, out_read, later)
     if name in traits.SCALES:
         reads = [r | of for r, of in zip(reads, conditioned.of_factors(eqn, known), strict=True)]
@@ -168,12 +168,14 @@ def _by_rule(eqn: Eqn, out_read: int, later: int) -> list[int]:
         moved = out_read & ~WHOLE if name in traits.RESIZES else out_read
         return [moved] * len(eqn.invars)
     if name in traits.HANDS_ON:
-        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | EXACT | ABSOLUTE | SCALED
+        passed = OUTPUT | LATER | FORWARD | ACCUMULATOR | CARRIED | RUINED | ABSOLUTE | SCALED
         if name not in traits.SCALES or any(map(compat.is_literal, eqn.invars)):
             passed |= GRADIENT
         return [out_read & passed] * len(eqn.invars)
     if name in traits.ACCUMULATES:
-        return [out_read & (LATER | FORWARD | FULL | EXACT | ABSOLUTE | SCALED)] * len(eqn.invars)
+        return [out_read & (LATER | FORWARD | ACCUMULATOR | RUINED | ABSOLUTE | SCALED)] * len(
+            eqn.invars
+        )
     if name in traits.ABSOLUTE:
         return [later | ABSOLUTE]
     return [later] * len(eqn.invars)
@@ -183,12 +185,12 @@ def _of_product(eqn: Eqn, out_read: int, later: int) -> list[int]:
     if contraction.only_sums(eqn):
         return [later | out_read & (NEAR | DIFFERENCE | AGAIN | RESULT)] * len(eqn.invars)
     if contraction.adds_nothing(eqn):
-        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | ABSOLUTE | UNROUNDED
+        passed = OUTPUT | LATER | FORWARD | ACCUMULATOR | CARRIED | ABSOLUTE | UNROUNDED
         return [out_read & passed] * len(eqn.invars)
     if not reasons.has_default_precision(eqn):
-        return [later | EXACT] * len(eqn.invars)
+        return [later | RUINED] * len(eqn.invars)
     if conditioned.keeps_from_low(eqn, out_read):
-        return [later | EXACT] * len(eqn.invars)
+        return [later | RUINED] * len(eqn.invars)
     if reasons.as_written(eqn) or scopes.is_as_written(eqn):
         return [later] * len(eqn.invars)
     again = out_read & AGAIN  # equal products are of operands that are rounded alike
@@ -200,7 +202,7 @@ def _of_activation(eqn: Eqn, outs: list[int], inside: list[int]) -> list[int]:
     reads = [r & (LATER | FORWARD | UNROUNDED | COTANGENTS) for r in inside]
     for out, made in zip(outs, ways.of_equation(eqn), strict=True):
         for i in ways.places(made.direct):
-            reads[i] |= out & FULL
+            reads[i] |= out & ACCUMULATOR
     return reads
 
 

@@ -233,7 +233,7 @@ class Rounding:
             state = self.as_read(maker, state, read | inside)
         if state.kind != Kind.LOW:
             return state
-        if read & read_flags.FULL:
+        if read & read_flags.ACCUMULATOR:
             return states.WIDE
         if read & read_flags.OUTPUT and not read & read_flags.PRODUCT:
             return states.WIDE  # rounding it would be seen and gain nothing

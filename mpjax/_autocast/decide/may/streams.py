@@ -55,7 +55,7 @@ class Streams:
         if any(self._known[v].flags & fact_flags.EXTREME for v in eqn.invars):
             return None
         read = self._flags.get(eqn.outvars[0], 0)
-        spoiled = read_flags.FULL | read_flags.ABSOLUTE
+        spoiled = read_flags.ACCUMULATOR | read_flags.ABSOLUTE
         if read & spoiled or not read & (read_flags.LATER | read_flags.CARRIED):
             return None  # a sum of many keeps each rounding
         if scopes.is_transposed(eqn) and eqn.outvars[0].aval.shape not in self._shapes:

@@ -19,11 +19,11 @@ from mpjax._autocast.decide.read_flags import (
     BELOW,
     CANCELS,
     DIFFERENCE,
-    EXACT,
     FORWARD,
     NEAR,
     OUTPUT,
     RESULT,
+    RUINED,
     SCALED,
     TESTED,
 )
@@ -44,7 +44,7 @@ _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
 _STOP_A_DISTANCE = _STOP_A_DIFFERENCE | traits.SATURATES
 """Through all others a distance that is read of results is read of operands, too."""
 _WITHOUT_A_CLASS = traits.LOOKS | traits.HANDS_ON
-_HANDED_ON = NEAR | CANCELS | EXACT | DIFFERENCE | AGAIN | RESULT
+_HANDED_ON = NEAR | CANCELS | RUINED | DIFFERENCE | AGAIN | RESULT
 
 
 def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
@@ -66,11 +66,11 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     if facts.hands_on_terms(eqn):
         read |= out_read & (CANCELS | BELOW)
     elif out_read & CANCELS:
-        read |= EXACT  # all terms of the difference are of the same, unrounded values
+        read |= RUINED  # all terms of the difference are of the same, unrounded values
     if out_read & BELOW and facts.adds_up(eqn):
         read |= CANCELS
     if name in traits.OF_FEW or totals.is_along_one(eqn):
-        read |= out_read & EXACT
+        read |= out_read & RUINED
     return read
 
 
@@ -108,7 +108,7 @@ def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     if _adds_a_point(eqn, known):  # `1 + scale` may be near 0 by chance, `1 - cosine` is by design
         read = NEAR | RESULT if name == "sub" else NEAR
     if terms := facts.cancelling(eqn, known):
-        read |= CANCELS | EXACT | (BELOW if any(t.is_summed for t in terms) else 0)
+        read |= CANCELS | RUINED | (BELOW if any(t.is_summed for t in terms) else 0)
     if facts.is_difference(eqn, known):
         read |= DIFFERENCE | (RESULT if facts.is_of_two_places(eqn, known) else 0)
     return read
@@ -187,7 +187,7 @@ def decides(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     read = NEAR if any(f.flags & fact_flags.OFFSET for f in floats) else 0
     made = fact_flags.PRODUCT | fact_flags.DERIVED
     of_products = any(f.flags & made == fact_flags.PRODUCT for f in floats)
-    return read | EXACT if of_products and _may_tie(eqn, out_read, floats) else read
+    return read | RUINED if of_products and _may_tie(eqn, out_read, floats) else read
 
 
 def _may_tie(eqn: Eqn, out_read: int, floats: Sequence[facts.Fact]) -> bool:
