@@ -50,8 +50,8 @@ AGAIN = 1 << 17
 SCALED = 1 << 18
 """A large or an unknown number scales it before anything else: float16 may not hold it."""
 RESULT = 1 << 19
-"""Nor may the result of a product be rounded that it is made of: a logarithm reads `1 - e / e.sum`,
-where the sum is a product with ones, or the difference is of two places of one result.
+"""As `NEAR`, and the product's own result is not rounded either: a logarithm reads `1 - e / e.sum`,
+where the sum is a product with ones, or the difference of two places of one result.
 """
 
 # -- whose cotangents add up -----------------------------------------------------------------------

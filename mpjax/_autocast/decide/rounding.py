@@ -170,7 +170,7 @@ class Rounding:
         return bool(self.reads.get(atom, 0) & read_flags.FORWARD) or atom in self.ahead
 
     def as_read(self, eqn: Eqn, state: State, read: int) -> State:
-        """The state in which a result of an equation is given to those that read it so."""
+        """Low instead of wide, where a product reads the value and no other reader forbids that."""
         if state.kind != Kind.WIDE or state.pure or state.kept or not read & read_flags.PRODUCT:
             return state
         dtype = self.low_dtype(eqn, self.settings_at(eqn))

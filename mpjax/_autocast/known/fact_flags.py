@@ -240,7 +240,7 @@ def joins_a_stream(floats: Sequence[Any]) -> bool:
 
 
 def of_branches(some: int, every: int) -> int:
-    """Returns the flags of what is one of several, given those that some, and that all, have."""
+    """Returns the flags of one of several values, `where(c, a, b)`: of those of some, of all."""
     return some & (PRODUCT | STREAM) | _of_several(some, every) | larger_offset(some)
 
 

@@ -105,7 +105,7 @@ def meet(first: Roots, second: Roots) -> bool:
 
 
 def among(some: Roots, others: Roots) -> bool:
-    """Whether each of some roots is among others, or was cut out of one, or one out of it."""
+    """Whether each root is one of the others, or a part of one (`z[0]` of `z`), or holds one."""
     return some <= others or all(meet(frozenset({root}), others) for root in some)
 
 

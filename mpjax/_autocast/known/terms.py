@@ -89,7 +89,7 @@ def powers(terms: Terms) -> Terms:
 
 
 def summed(terms: Iterable[Term]) -> Terms:
-    """Returns the terms behind one more sum over them: not those that are behind one already."""
+    """Returns terms after one more sum: `h.sum(0)` of `h`. What was summed twice is no term."""
     return frozenset(t._replace(is_summed=True) for t in terms if not t.is_summed)
 
 

@@ -123,7 +123,7 @@ PARTS = _having("parts")
 """A part of its result is computed of the same parts of its operands."""
 
 WIDENED = _having("widened")
-"""A TPU widens low operands for it by itself, and is told to, or it lays out badly what follows."""
+"""On TPUs its low operands are widened explicitly, or XLA:TPU transposes what follows."""
 
 REPEATS = _having("repeats")
 """Linear; its cotangent is a sum over copies."""
