@@ -187,7 +187,7 @@ class Numbering:
         return one
 
     def _as_moved(self, number: int, of: int, shape: Any, out: Any) -> int:
-        """Returns a moved value's number: the old one where it is moved back to an earlier shape."""
+        """Returns a moved value's number: the old one if it is moved back to an earlier shape."""
         before = self._moved.get(of, {})
         if out.aval.shape == shape:
             return of

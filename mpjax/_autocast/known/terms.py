@@ -1,8 +1,9 @@
 """Terms: the products and sums that a value is a sum of, and when two of them cancel.
 
 `|a|² + |b|² - 2ab` is of three: two sums over the elements of `a` and `b`, and a product over both.
-`E[x y] - E[x] E[y]` is of a product, and of a power of sums over the same values. In both cases the
-terms are large, and what is left of them may be small.
+`E[x y] - E[x] E[y]` is of a product, and of a power of sums over the same values, and the distance
+of two means, `E[a aᵀ] + E[b bᵀ] - 2 E[a bᵀ]`, is of products alone. In each case the terms are
+large, and what is left of them may be small.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Term(NamedTuple):
     is_product: bool
     is_power: bool = False  # squared, or the root of it, on the way to where it is added
     is_summed: bool = False  # a product or a sum was taken of it, as by the second of two blurs
+    is_gram: bool = False  # a product of a value with itself: `a @ a.T`
 
 
 Terms: TypeAlias = frozenset[Term]
@@ -46,8 +48,10 @@ def cancelling(first: Terms, second: Terms) -> list[Term]:
 
 def _cancel(a: Term, b: Term) -> bool:
     """Whether terms are over the same values, in two ways, and one of them is a product."""
-    if a.number == b.number or (a.is_product, a.is_power) == (b.is_product, b.is_power):
+    if a.number == b.number:
         return False
+    if (a.is_product, a.is_power) == (b.is_product, b.is_power):
+        return _is_gram_beside(a, b) or _is_gram_beside(b, a)
     if not (a.is_product or b.is_product) or a.is_summed != b.is_summed:
         return False
     if b.is_power:
@@ -58,6 +62,16 @@ def _cancel(a: Term, b: Term) -> bool:
         return within and around
     # What else a product is over weights it: `w` in `E[x y]`. But `x y - x` does not cancel.
     return within or (around and not (a.is_product and b.is_product))
+
+
+def _is_gram_beside(gram: Term, other: Term) -> bool:
+    """Whether one product is of a value with itself, and the other of it with another value.
+
+    As in `mean(a @ a.T) + mean(b @ b.T) - 2 * mean(a @ b.T)`, the square of a difference of means.
+    """
+    if not gram.is_gram or other.is_gram or gram.is_power or gram.is_summed != other.is_summed:
+        return False
+    return made_of.among(gram.roots, other.roots)
 
 
 def of_branches(terms: Iterable[Term], number: Callable[[], int]) -> Terms:
@@ -77,6 +91,7 @@ def multiplied(first: Terms, second: Terms, number: Callable[[], int]) -> Terms:
             number=a.number if a == b else number(),  # the square of one is no other sum
             is_product=a.is_product and b.is_product,
             is_power=True,
+            is_gram=False,
         )
         for a, b in itertools.product(first, second)
         if a.is_summed == b.is_summed

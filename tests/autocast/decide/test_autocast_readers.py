@@ -334,6 +334,10 @@ def test_law_of_cancelling_a_factorisation_machine():
 # How many products of each are float32: the others of the same values are no terms that cancel.
 FLOAT32_OF = {
     "distances of two networks": (lambda y, z: DISTANCES["broadcasts"](y, z), 1),
+    "a distance of means by grams": (
+        lambda y, z: (y @ y.T).mean() + (z @ z.T).mean() - 2 * (y @ z.T).mean(),
+        3,
+    ),
     "a value and its square": (lambda y, z: y * y - y + z, 0),
     "a product of two parts, less one": (lambda y, z: y[:, 0] * y[:, 1] - y[:, 0] + z[:, 0], 0),
     "a logistic step": (lambda y, z: y + 0.1 * y * (1 - y) + z, 0),
@@ -416,6 +420,10 @@ NOT_CANCELLING = {
     "neighbours of one product": lambda x, w: (lambda u: u[1:] - u[:-1])(x @ w) @ w.T,
     "gates of a recurrence": lambda x, w: (
         (lambda z, n: (1 - z) * n[::-1] + z * n)(jax.nn.sigmoid(x @ w), jnp.tanh(x @ w)) @ w.T
+    ),
+    "a gram, and its product": lambda x, w: ((x @ x.T) @ (x @ w) + x @ w) @ w.T,
+    "a pool beside a product": lambda x, w: (
+        (lax.reduce_window(x, np.float32(0), lax.add, (3, 1), (1, 1), "SAME") + x @ (w @ w.T)) @ w
     ),
     "a norm behind a bias": lambda x, w: (lambda u: u - u.mean(0))(x @ w + w[0]) @ w.T,
     "a penalty on the weight": lambda x, w: jnp.mean((x @ w) ** 2) + 1e-2 * jnp.sum(w**2),
