@@ -431,6 +431,26 @@ def _tall(kernel):
     return jnp.concatenate([kernel] * 4)
 
 
+@_head(
+    HIDDEN,
+    params=_net(16),
+    data=(_RNG.poisson(4, (24, 12)).astype("f"), (_RNG.uniform(size=(24, 12)) < 0.1).astype("f")),
+)
+def a_difference_of_two_products(dot, p, x, counts, more):
+    difference = dot(counts + more, p["a"]) - dot(counts, p["a"])
+    return _read(dot, p, jnp.tanh(difference + 0.1 * dot(x, p["a"])))
+
+
+@_head(
+    HIDDEN,
+    params=_net(12),
+    data=(np.eye(24, k=1, dtype="f") / 2 + np.eye(24, k=-1, dtype="f") / 2,),
+)
+def what_an_average_takes_off(dot, p, x, average):
+    h = 8 + 0.1 * jnp.tanh(x)
+    return _read(dot, p, jnp.tanh(4 * (h - dot(average, h))[1:-1]))
+
+
 @_head(HIDDEN, params=_net(16, b=_normal(16) + 10, u=_normal(16, 16, scale=0.25)))
 def a_batch_norm_of_an_offset(dot, p, x):
     h = dot(jnp.tanh(dot(x, p["a"])) + p["b"], p["u"])

@@ -126,8 +126,7 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
         is_table = second.flags & (CONSTANT | SCALAR) == CONSTANT
         return name == "sub" and is_table and bool(first.flags & OFFSET)
     some = first.flags | second.flags
-    may_subtract = (name == "add") == bool((first.flags ^ second.flags) & NEGATED)
-    if not (may_subtract or (some & EITHER and some & OFFSET)):
+    if not (may_subtract(name, first, second) or (some & EITHER and some & OFFSET)):
         return False
     if made_of.meet(first.roots, second.roots) or repeats.shared(first, second):
         return True
@@ -135,20 +134,9 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
     return len(without) < 2 and not any(f.flags & (PRODUCT | EITHER) == PRODUCT for f in without)
 
 
-def is_of_two_places(eqn: Eqn, facts: Facts) -> bool:
-    """Whether a difference is of values at two places of one: `c[-1] - c`, `c[:, None] - c`."""
-    first, second = (of_atom(v, facts) for v in eqn.invars)
-    if first.roots == second.roots:
-        return first.along != second.along
-    return first.roots.isdisjoint(second.roots) and made_of.meet(first.roots, second.roots)
-
-
-def is_weighted_sum(eqn: Eqn, facts: Facts) -> bool:
-    """Whether an equation adds up values with an offset, some of them negated."""
-    if not totals.is_total(eqn):
-        return False
-    flags = of_atom(eqn.invars[0], facts).flags
-    return bool(flags & EITHER and flags & OFFSET)
+def may_subtract(name: str, first: Fact, second: Fact) -> bool:
+    """Whether a sum or a difference takes one value off the other, as far as signs are known."""
+    return (name == "add") == bool((first.flags ^ second.flags) & NEGATED)
 
 
 def adds_a_constant(eqn: Eqn, facts: Facts) -> bool:

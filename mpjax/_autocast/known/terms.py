@@ -74,6 +74,20 @@ def _is_gram_beside(gram: Term, other: Term) -> bool:
     return made_of.among(gram.roots, other.roots)
 
 
+def over_one(first: Iterable[Term], second: Iterable[Term]) -> bool:
+    """Whether two products, each one of some terms, are over one value: `a @ w` and `b @ w`."""
+    pairs = itertools.product(*(filter(_is_plain_product, terms) for terms in (first, second)))
+    return any(
+        made_of.meet(*(made_of.unless_constant(t.roots) for t in (a, b)))
+        for a, b in pairs
+        if a.number != b.number
+    )
+
+
+def _is_plain_product(term: Term) -> bool:
+    return term.is_product and not (term.is_power or term.is_summed)
+
+
 def of_branches(terms: Iterable[Term], number: Callable[[], int]) -> Terms:
     """Returns one term in place of all of a kind: which branch runs is not known."""
     kinds: dict[Term, made_of.Roots] = {}

@@ -27,7 +27,16 @@ from mpjax._autocast.decide.read_flags import (
     SCALED,
     TESTED,
 )
-from mpjax._autocast.known import fact_flags, factors, facts, roots, scopes, totals, traits
+from mpjax._autocast.known import (
+    differences,
+    fact_flags,
+    factors,
+    facts,
+    roots,
+    scopes,
+    totals,
+    traits,
+)
 from mpjax._autocast.known.contraction import is_of_small_matrices
 from mpjax._base import compat
 from mpjax._jaxpr import structure
@@ -103,14 +112,16 @@ def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     if read := decides(eqn, out_read, known):
         return read
     if name not in traits.ADDS:
-        return DIFFERENCE if facts.is_weighted_sum(eqn, known) else 0
+        return DIFFERENCE if differences.is_weighted_sum(eqn, known) else 0
     read = 0
     if _adds_a_point(eqn, known):  # `1 + scale` may be near 0 by chance, `1 - cosine` is by design
         read = NEAR | RESULT if name == "sub" else NEAR
     if terms := facts.cancelling(eqn, known):
         read |= CANCELS | RUINED | (BELOW if any(t.is_summed for t in terms) else 0)
     if facts.is_difference(eqn, known):
-        read |= DIFFERENCE | (RESULT if facts.is_of_two_places(eqn, known) else 0)
+        read |= DIFFERENCE | (RESULT if differences.is_of_two_places(eqn, known) else 0)
+    if differences.is_of_products(eqn, known):
+        read |= DIFFERENCE | RESULT
     return read
 
 

@@ -1,0 +1,43 @@
+"""Differences of what products made, and sums that are differences: more than roots tell."""
+
+from __future__ import annotations
+
+from mpjax._autocast.known import roots as made_of
+from mpjax._autocast.known import scopes, terms, totals, traits
+from mpjax._autocast.known.fact_flags import CONSTANT, EITHER, OFFSET
+from mpjax._autocast.known.facts import Facts, may_subtract, of_atom
+from mpjax._jaxpr.equation import Eqn
+
+
+def is_of_products(eqn: Eqn, facts: Facts) -> bool:
+    """Whether a difference is of two products over one value, or of a value and a product over it.
+
+    As `b @ w - a @ w` is, which is as the difference of two rows of one product; or `x - blur(x)`.
+    """
+    name = eqn.primitive.name
+    if name not in traits.SHIFTS or scopes.is_transposed(eqn):
+        return False
+    first, second = (of_atom(v, facts) for v in eqn.invars)
+    if not may_subtract(name, first, second):
+        return False
+    return terms.over_one(first.terms, second.terms) or any(
+        terms.over_one(a.terms, [terms.Term(b.roots, -1, is_product=True)])
+        for a, b in ((first, second), (second, first))
+        if not b.flags & CONSTANT
+    )
+
+
+def is_of_two_places(eqn: Eqn, facts: Facts) -> bool:
+    """Whether a difference is of values at two places of one: `c[-1] - c`, `c[:, None] - c`."""
+    first, second = (of_atom(v, facts) for v in eqn.invars)
+    if first.roots == second.roots:
+        return first.along != second.along
+    return first.roots.isdisjoint(second.roots) and made_of.meet(first.roots, second.roots)
+
+
+def is_weighted_sum(eqn: Eqn, facts: Facts) -> bool:
+    """Whether an equation adds up values with an offset, some of them negated."""
+    if not totals.is_total(eqn):
+        return False
+    flags = of_atom(eqn.invars[0], facts).flags
+    return bool(flags & EITHER and flags & OFFSET)
