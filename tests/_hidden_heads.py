@@ -451,6 +451,22 @@ def what_an_average_takes_off(dot, p, x, average):
     return _read(dot, p, jnp.tanh(4 * (h - dot(average, h))[1:-1]))
 
 
+@_head(HIDDEN, params=_net(16, s=_normal(12, 16, scale=0.004)))
+def a_divergence_near_its_prior(dot, p, x):
+    s = dot(x, p["s"])
+    return 1e3 * jnp.mean(jnp.exp(2 * s) - 1 - 2 * s)
+
+
+@_head(
+    HIDDEN,
+    params=_net(16),
+    data=(_RNG.integers(0, 100, (24, 2)).astype("f"), _RNG.integers(-8, 9, (2, 16)).astype("f")),
+)
+def phases_made_by_a_product(dot, p, x, places, waves):
+    phases = jnp.cos(2 * np.pi / 16 * dot(places, waves))
+    return _read(dot, p, jnp.tanh(phases * dot(x, p["a"])))
+
+
 @_head(HIDDEN, params=_net(16, b=_normal(16) + 10, u=_normal(16, 16, scale=0.25)))
 def a_batch_norm_of_an_offset(dot, p, x):
     h = dot(jnp.tanh(dot(x, p["a"])) + p["b"], p["u"])

@@ -252,7 +252,10 @@ def flags(fun, *args, want=read_flags.OUTPUT, full=frozenset()):
         (lambda x, w: 2 * x + 1, read_flags.OUTPUT | read_flags.NEAR),
         (lambda x, w: jnp.tanh(x), 0),
         (lambda x, w: jnp.exp(x), read_flags.ABSOLUTE),
-        (lambda x, w: jnp.sin(3 * x[:, ::-1] + w[0]), read_flags.ABSOLUTE | read_flags.NEAR),
+        (
+            lambda x, w: jnp.sin(3 * x[:, ::-1] + w[0]),
+            read_flags.ABSOLUTE | read_flags.NEAR | read_flags.RESULT,
+        ),
         (lambda x, w: lax.cumsum(x), read_flags.RUINED),
         (lambda x, w: lax.cumsum(3 * x[:, ::-1]), read_flags.RUINED),
         (lambda x, w: jnp.matmul(x, w, precision="highest"), read_flags.RUINED),

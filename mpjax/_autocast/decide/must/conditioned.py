@@ -102,9 +102,7 @@ def _is_compared(aval: Any) -> bool:
 def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     """Returns how an operation reads its operands, whoever reads its results."""
     name = eqn.primitive.name
-    if name in traits.ANGLES:
-        return NEAR
-    if name in traits.DISTANCES:
+    if name in traits.ANGLES or name in traits.DISTANCES:
         return NEAR | RESULT
     if name in factors.MULTIPLY:
         many = factors.makes_many(eqn, [facts.of_atom(v, known) for v in eqn.invars])
@@ -119,7 +117,7 @@ def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     if terms := facts.cancelling(eqn, known):
         read |= CANCELS | RUINED | (BELOW if any(t.is_summed for t in terms) else 0)
     if facts.is_difference(eqn, known):
-        read |= DIFFERENCE | (RESULT if differences.is_of_two_places(eqn, known) else 0)
+        read |= DIFFERENCE | (RESULT if differences.is_of_one(eqn, known) else 0)
     if differences.is_of_products(eqn, known):
         read |= DIFFERENCE | RESULT
     return read
