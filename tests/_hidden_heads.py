@@ -465,11 +465,3 @@ def a_divergence_near_its_prior(dot, p, x):
 def phases_made_by_a_product(dot, p, x, places, waves):
     phases = jnp.cos(2 * np.pi / 16 * dot(places, waves))
     return _read(dot, p, jnp.tanh(phases * dot(x, p["a"])))
-
-
-@_head(HIDDEN, params=_net(16, b=_normal(16) + 10, u=_normal(16, 16, scale=0.25)))
-def a_batch_norm_of_an_offset(dot, p, x):
-    h = dot(jnp.tanh(dot(x, p["a"])) + p["b"], p["u"])
-    mean = h.mean(0)
-    variance = jnp.mean((h - mean) ** 2, 0)
-    return _read(dot, p, jax.nn.silu((h - mean) * lax.rsqrt(variance + 1e-5)))

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from mpjax._autocast.decide import control, products, reads, reasons, states
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Outside, Settings
 from mpjax._autocast.decide.may import norms
-from mpjax._autocast.decide.must import meetings
 from mpjax._autocast.decide.products import DecideProgram, EightBits
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.rounding import Rounding
@@ -225,8 +224,7 @@ class Decider(Rounding):
             operands = [eqn.invars[place] for place in part.operands]
             ahead = tuple(map(self.is_before_a_product, operands))
             outside = Outside(given, ahead, self.steps.relations(operands))
-            read_outside = tuple(map(meetings.leaving, out_reads))
-            return decide(part.program, in_states, read_outside, settings, outside)
+            return decide(part.program, in_states, out_reads, settings, outside)
 
         return decided
 

@@ -62,11 +62,7 @@ APART = 1 << 21
 """A reader shares no kernel with others: a loop, a sort, a function with rules, a region."""
 SUMMED, SHARED = 1 << 22, 1 << 23
 """A sum over devices is made of it, or of a statistic of it."""
-LEAVES = 1 << 24
-"""It leaves a program inside another one, and is read there."""
-LEFT, SPREAD = 1 << 25, 1 << 26
-"""What leaves such a program is made of it, element by element, or of a statistic of it."""
-MEET = 1 << 27
+MEET = 1 << 24
 """Several readers give it cotangents, one of them apart: they add up in float32."""
 
 UNROUNDED = RUINED | NEAR | TESTED | CANCELS | BELOW | DIFFERENCE | AGAIN | RESULT
@@ -75,4 +71,4 @@ SPOILED = OUTPUT | ACCUMULATOR | ABSOLUTE | UNROUNDED
 """Where one of these is set, the value is not rounded because a product reads it too."""
 AT_THE_END = OUTPUT | GRADIENT
 """Asked of the last carry of a loop, not of each."""
-COTANGENTS = READ | APART | SUMMED | SHARED | LEAVES | LEFT | SPREAD | MEET
+COTANGENTS = READ | APART | SUMMED | SHARED | MEET

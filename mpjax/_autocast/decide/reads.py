@@ -142,7 +142,6 @@ def _of_operation(
         return _of_attention(eqn, later)
     if hands_on_each(eqn, sorts=True):  # a sort also compares the keys
         keys, compared = eqn.params.get("num_keys", 0), conditioned.decides(eqn, out_read, known)
-        outs = list(map(meetings.leaving, outs))  # a barrier, or a sort, parts kernels
         return [r | compared if i < keys else r for i, r in enumerate(outs)]
     unrounded = conditioned.how_read(eqn, out_read, known)
     if conditioned.ruins(eqn) or name in others.full:
@@ -214,8 +213,7 @@ class Inner:
 
     def __call__(self, part: structure.Part, out_reads: tuple[int, ...]) -> tuple[int, ...]:
         given = facts.entering(self.eqn, part, self.known).given
-        outside = tuple(map(meetings.leaving, out_reads))
-        reads = inside(part.program, outside, self.others, given)
+        reads = inside(part.program, out_reads, self.others, given)
         return tuple(reads.get(v, 0) for v in compat.closed(part.program).jaxpr.invars)
 
 

@@ -291,8 +291,7 @@ MEETING = read_flags.READ | read_flags.APART | read_flags.MEET
     ],
 )
 def test_reads_say_which_cotangents_add_up(fun, want):
-    told = read_flags.READ | read_flags.APART | read_flags.MEET
-    assert flags(fun, X, W)[0] & told == want
+    assert flags(fun, X, W)[0] & read_flags.COTANGENTS == want
 
 
 def test_a_loop_asks_for_what_it_carries_in_float32_and_not_for_its_end():

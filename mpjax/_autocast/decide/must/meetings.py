@@ -14,18 +14,8 @@ the values that it was taken of are there already, as in batch norm over devices
 
 from __future__ import annotations
 
-from mpjax._autocast.decide.read_flags import (
-    APART,
-    COTANGENTS,
-    LEAVES,
-    LEFT,
-    MEET,
-    READ,
-    SHARED,
-    SPREAD,
-    SUMMED,
-)
-from mpjax._autocast.known import fact_flags, fusible, scopes, totals, traits
+from mpjax._autocast.decide.read_flags import APART, COTANGENTS, MEET, READ, SHARED, SUMMED
+from mpjax._autocast.known import fusible, scopes, totals, traits
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES
@@ -37,10 +27,7 @@ _OWN_KERNEL = (traits.SELECTS | traits.RUNNING) - traits.FUSIBLE - traits.UPDATE
 def joined(read: int, more: int) -> int:
     """Returns how a value is read that has one reader more."""
     union = read | more
-    if not read & more & READ:
-        return union
-    meet = union & (APART | SHARED) or (union & LEAVES and union & SPREAD)
-    return union | MEET if meet else union
+    return union | MEET if read & more & READ and union & (APART | SHARED) else union
 
 
 def how_read(eqn: Eqn, place: scopes.Scope, out_read: int) -> tuple[int, int]:
@@ -60,10 +47,9 @@ def how_read(eqn: Eqn, place: scopes.Scope, out_read: int) -> tuple[int, int]:
     name = eqn.primitive.name
     own = READ | APART if place.as_written or _is_apart(eqn) else READ
     if not place.is_transposed:
-        own |= _towards_devices(eqn, out_read) | _towards_outside(eqn, out_read)
+        own |= _towards_devices(eqn, out_read)
     if name in MOVES:
-        handed_on = COTANGENTS & ~LEFT if fact_flags.repeats(eqn) else COTANGENTS
-        return own if own & APART else 0, handed_on
+        return own if own & APART else 0, COTANGENTS
     if structure.is_call(eqn) and not own & APART:
         return 0, COTANGENTS
     return own, 0
@@ -78,22 +64,6 @@ def _towards_devices(eqn: Eqn, out_read: int) -> int:
         return 0
     is_statistic = out_read & SUMMED and totals.is_statistic(eqn)
     return out_read & (SUMMED | SHARED) | (SHARED if is_statistic else 0)
-
-
-def leaving(read: int) -> int:
-    """Returns how an output of a program inside another one is read, given how it is outside."""
-    return read | LEAVES | LEFT if read & READ else read
-
-
-def _towards_outside(eqn: Eqn, out_read: int) -> int:
-    """Returns the flags of what an operation of the same shape, or a statistic, hands outside."""
-    if totals.is_statistic(eqn):
-        return SPREAD if out_read & (LEFT | SPREAD) else 0
-    if eqn.primitive.name not in traits.FUSIBLE:
-        return 0
-    shape = eqn.outvars[0].aval.shape
-    is_alike = all(v.aval.shape in (shape, ()) for v in eqn.invars if is_float32(v))
-    return out_read & (LEFT | SPREAD if is_alike else SPREAD)
 
 
 def _is_apart(eqn: Eqn) -> bool:
