@@ -8,7 +8,7 @@ decision: here the first becomes the second.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,8 @@ from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn, Jaxpr
-from mpjax._jaxpr.op_rules import OpClass, op_class
-from mpjax._jaxpr.rewriting import with_programs
+from mpjax._jaxpr.op_rules import PRODUCTS
+from mpjax._jaxpr.rewriting import with_more_equations, with_programs
 from mpjax._jaxpr.sizes import is_float32
 
 
@@ -31,45 +31,32 @@ def with_promotions_written(program: Any) -> Any:
 
     def changed(jaxpr: Any) -> Jaxpr:
         if id(jaxpr) not in known:
-            known[id(jaxpr)] = _changed(jaxpr)
+            known[id(jaxpr)] = with_more_equations(jaxpr, one)
         return known[id(jaxpr)]
 
-    def _changed(jaxpr: Any) -> Jaxpr:
-        eqns = [new for eqn in jaxpr.eqns for new in one(eqn)]
-        same = len(eqns) == len(jaxpr.eqns) and all(map(_is, eqns, jaxpr.eqns))
-        return jaxpr if same else jaxpr.replace(eqns=eqns)
-
-    def one(eqn: Eqn) -> Iterator[Eqn]:
+    def one(eqn: Eqn) -> Sequence[Eqn]:
         if structure.is_call(eqn):
-            yield with_programs(eqn, changed)
-        elif _is_mixed(eqn):
-            yield from _written(eqn)
-        else:
-            yield eqn
+            return (with_programs(eqn, changed),)
+        return _written(eqn) if _is_mixed(eqn) else (eqn,)
 
     new = changed(program.jaxpr)
     return program if new is program.jaxpr else program.replace(jaxpr=new)
 
 
-def _is(a: Any, b: Any) -> bool:
-    return a is b
-
-
 def _is_mixed(eqn: Eqn) -> bool:
     """Whether a product has a float32 result, and one of its operands is in another dtype."""
-    if op_class(eqn.primitive.name, {}) is not OpClass.LOWER:
+    if eqn.primitive.name not in PRODUCTS:
         return False
     return is_float32(eqn.outvars[0]) and sum(map(is_float32, eqn.invars[:2])) == 1
 
 
-def _written(eqn: Eqn) -> Iterator[Eqn]:
+def _written(eqn: Eqn) -> Sequence[Eqn]:
     operands = list(eqn.invars)
     place = next(i for i in range(2) if not is_float32(operands[i]))
     given = operands[place]
     operands[place] = Var(given.aval.update(dtype=FLOAT32, weak_type=False))
     cast = _cast().replace(invars=[given], outvars=[operands[place]], source_info=eqn.source_info)
-    yield cast
-    yield eqn.replace(invars=operands)
+    return cast, eqn.replace(invars=operands)
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax._base import compat
@@ -11,8 +12,13 @@ from mpjax._jaxpr.equation import Eqn
 
 def with_equations(jaxpr: Any, change: Callable[[Eqn], Eqn]) -> Any:
     """Returns an open jaxpr with each of its equations changed."""
-    eqns = list(map(change, jaxpr.eqns))
-    same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return with_more_equations(jaxpr, lambda eqn: (change(eqn),))
+
+
+def with_more_equations(jaxpr: Any, change: Callable[[Eqn], Sequence[Eqn]]) -> Any:
+    """Returns an open jaxpr with some equations in place of each."""
+    eqns = [new for eqn in jaxpr.eqns for new in change(eqn)]
+    same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
     return jaxpr if same else jaxpr.replace(eqns=eqns)
 
 

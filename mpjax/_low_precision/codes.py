@@ -60,14 +60,24 @@ def encode(x: Array, kind: str, block_size: int | None, random: Array, *, is_sec
       is_second: whether it is never negative; if it is, or not finite, its block becomes NaN.
     """
     x = x.astype(FLOAT32)
-    split = compat.partitions(jax.typeof(x))
-    if not split or split[-1] is None:
-        return _encoded(x, random, kind, block_size, is_second=is_second)
-    # A mesh with explicit axes, one of which splits the rows: no type says how blocks are split.
     moment: Any = SecondMoment if is_second else FirstMoment
-    out = moment(PartitionSpec(*split), PartitionSpec(*split[:-1], None))
+
+    def out(split: tuple[Any, ...]) -> Any:
+        return moment(PartitionSpec(*split), PartitionSpec(*split[:-1], None))
+
     one = functools.partial(_encoded, kind=kind, block_size=block_size, is_second=is_second)
-    return compat.unplaced(one, x, random, out=out)
+    return _of_rows(one, out, x, random)
+
+
+def _of_rows(fun: Any, out: Any, *arrays: Array) -> Any:
+    """Returns `fun(*arrays)`, where a mesh with explicit axes may split the rows of the first.
+
+    No type says how blocks are split then: `out` gives the results' specs for that of the first.
+    """
+    split = compat.partitions(jax.typeof(arrays[0]))
+    if not split or split[-1] is None:
+        return fun(*arrays)
+    return compat.unplaced(fun, *arrays, out=out(split))
 
 
 def _encoded(x: Array, random: Array, kind: str, block_size: int | None, *, is_second: bool) -> Any:
@@ -92,10 +102,7 @@ def decode(moment: Any) -> Array:
     """Returns a moment in float32."""
     is_second = isinstance(moment, SecondMoment)
     one = functools.partial(_decoded, is_second=is_second)
-    split = compat.partitions(jax.typeof(moment.codes))
-    if not split or split[-1] is None:
-        return one(*moment)
-    return compat.unplaced(one, *moment, out=PartitionSpec(*split))
+    return _of_rows(one, lambda split: PartitionSpec(*split), *moment)
 
 
 def _decoded(codes: Array, scales: Array, *, is_second: bool) -> Array:

@@ -89,11 +89,10 @@ def _is_of_fields(x: Any) -> bool:
 def _with_class(state: PyTree, path: KeyPath, x: Any) -> Any:
     if not _is_of_fields(x):
         return x
-    for i, key in enumerate(path):
-        name: str = getattr(key, "name", "")
-        fields = _BY_CLASS.get(_class_at(state, path[:i]), _USUAL)
-        if name in fields:
-            return (SecondMoment if fields[name] else FirstMoment)(x["codes"], x["scales"])
+    for i in range(len(path)):
+        is_second = _is_second(state, path, i)
+        if is_second is not None:
+            return (SecondMoment if is_second else FirstMoment)(x["codes"], x["scales"])
     return x
 
 
@@ -104,14 +103,19 @@ def _paths(params: PyTree) -> dict[KeyPath, str]:
 
 def _moment(state: PyTree, path: KeyPath, number: int, known: dict[KeyPath, str]) -> Moment | None:
     for i in range(len(path)):  # the outermost: a parameter may be called `mu` too
-        name = getattr(path[i], "name", None)
-        if name is None or path[i + 1 :] not in known:
-            continue
-        fields = _BY_CLASS.get(_class_at(state, path[:i]), _USUAL)
-        if name in fields:
-            param = known[path[i + 1 :]]
-            return Moment(name, fields[name], param, path_str(path), number)
+        param = known.get(path[i + 1 :])
+        is_second = None if param is None else _is_second(state, path, i)
+        if param is not None and is_second is not None:
+            return Moment(path[i].name, is_second, param, path_str(path), number)
     return None
+
+
+def _is_second(state: PyTree, path: KeyPath, i: int) -> bool | None:
+    """Whether a key of a path names second moments, None where it names no moments."""
+    name: str | None = getattr(path[i], "name", None)
+    if name is None:
+        return None
+    return _BY_CLASS.get(_class_at(state, path[:i]), _USUAL).get(name)
 
 
 def _class_at(state: PyTree, path: KeyPath) -> str:

@@ -62,24 +62,23 @@ class StoredMoments(Wrapper):
         before: dict[int, Any] = {}
 
         def decoded(moment: Moment, x: Any) -> Array:
+            before[moment.number] = x
             if not (is_coded(x) or is_floating(x)):  # of a complex parameter: not stored here
                 return x
             shape = jnp.shape(x.codes if is_coded(x) else x)
             if not self.is_own(moment, x, shape):
                 got = f"the state is of another form; {moment.where!r} is {stored_form(x)}."
                 raise ValueError(message(where, got, *OTHER_FORM))
-            before[moment.number] = x
             return decode(x) if is_coded(x) else to_full(x)
 
-        stored = with_classes(state.inner_state)
-        old = map_moments(decoded, stored, like, is_leaf=is_coded)
+        old = map_moments(decoded, with_classes(state.inner_state), like, is_leaf=is_coded)
         grads = jax.tree.map(lambda g: to_full(g) if is_array(g) else g, updates)
         steps, new = self.inner.update(grads, old, params, **extra)
         count = jnp.where(was_taken(new), state.steps + 1, state.steps)
         encoded = self._encoded(new, like, count, [], before)
         if find_states(new):  # a step that was skipped inside leaves the stored bits as they are
             taken = was_taken(new)
-            encoded = _choose_moments(taken, encoded, stored, like)
+            encoded = _choose_moments(taken, encoded, before, like)
         return steps, self.state_type(count, with_containers(encoded, state.inner_state))
 
     def _encoded(
@@ -100,17 +99,10 @@ class StoredMoments(Wrapper):
         return map_moments(encode, state, params)
 
 
-def _choose_moments(taken: Array, new: PyTree, old: PyTree, params: PyTree) -> PyTree:
-    olds: dict[int, Any] = {}
-
-    def note(moment: Moment, x: Any) -> Any:
-        olds[moment.number] = x
-        return x
-
+def _choose_moments(taken: Array, new: PyTree, before: dict[int, Any], params: PyTree) -> PyTree:
     def choose(moment: Moment, x: Any) -> Any:
-        return jax.tree.map(lambda a, b: jax.lax.select(taken, a, b), x, olds[moment.number])
+        return jax.tree.map(lambda a, b: jax.lax.select(taken, a, b), x, before[moment.number])
 
-    map_moments(note, old, params, is_leaf=is_coded)
     return map_moments(choose, new, params, is_leaf=is_coded)
 
 

@@ -56,8 +56,7 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
         Lower the learning rate, or look for what overflows: ...
     """
     states = find_states(opt_state)
-    stored = jax.tree.leaves(with_classes(opt_state), is_leaf=is_coded)
-    if not states and not any(map(is_coded, stored)):
+    if not states and not _has_codes(opt_state):
         raise ValueError(_nothing_text(opt_state, params))
     for _, state in states:
         if isinstance(state.diverged, jax.core.Tracer):
@@ -70,6 +69,10 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
     text = spread_text(opt_state, params, "raise_if_diverged")
     if text is not None:
         warnings.warn(text, PolicyWarning, stacklevel=2)
+
+
+def _has_codes(opt_state: PyTree) -> bool:
+    return any(map(is_coded, jax.tree.leaves(with_classes(opt_state), is_leaf=is_coded)))
 
 
 def _nothing_text(opt_state: PyTree, params: PyTree | None) -> str:

@@ -38,7 +38,7 @@ _NEXT_TURN = UNROUNDED | ABSOLUTE | LATER | FORWARD
 
 @dataclass(frozen=True, slots=True)
 class DecidedCall:
-    """What is decided about an equation's programs, and what passes in and out.
+    """The decisions about an equation's programs, and the states that pass in and out.
 
     `programs` are in the order of `structure.parts`: a `Decided` each, in a plan the `Plan` that
     `planning.arranged` makes of it. `operand_states` are those in which operands are handed over,

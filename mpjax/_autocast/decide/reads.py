@@ -172,9 +172,8 @@ def _by_rule(eqn: Eqn, out_read: int, later: int) -> list[int]:
             passed |= GRADIENT
         return [out_read & passed] * len(eqn.invars)
     if name in traits.ACCUMULATES:
-        return [out_read & (LATER | FORWARD | ACCUMULATOR | RUINED | ABSOLUTE | SCALED)] * len(
-            eqn.invars
-        )
+        passed = LATER | FORWARD | ACCUMULATOR | RUINED | ABSOLUTE | SCALED
+        return [out_read & passed] * len(eqn.invars)
     if name in traits.ABSOLUTE:
         return [later | ABSOLUTE]
     return [later] * len(eqn.invars)

@@ -30,18 +30,10 @@ def is_of_products(eqn: Eqn, facts: Facts) -> bool:
 def is_of_one(eqn: Eqn, facts: Facts) -> bool:
     """Whether a difference is of two functions of one value, or of two of its places.
 
-    As `exp(s) - 1 - s`: where a product made `s`, the cotangents of both cancel in its result.
+    As `exp(s) - 1 - s`: where a product made `s`, the cotangents of both cancel in its result. Or
+    `c[-1] - c`, `c[:, None] - c`.
     """
-    first, second = (of_atom(v, facts) for v in eqn.invars)
-    return not first.roots.isdisjoint(second.roots) or is_of_two_places(eqn, facts)
-
-
-def is_of_two_places(eqn: Eqn, facts: Facts) -> bool:
-    """Whether a difference is of values at two places of one: `c[-1] - c`, `c[:, None] - c`."""
-    first, second = (of_atom(v, facts) for v in eqn.invars)
-    if first.roots == second.roots:
-        return first.along != second.along
-    return first.roots.isdisjoint(second.roots) and made_of.meet(first.roots, second.roots)
+    return made_of.meet(*(of_atom(v, facts).roots for v in eqn.invars))
 
 
 def is_weighted_sum(eqn: Eqn, facts: Facts) -> bool:
