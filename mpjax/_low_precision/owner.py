@@ -106,15 +106,26 @@ class RoundingOwner(Wrapper):
 
 
 def _refuse_other_dtypes(where: str, params: PyTree, kept: PyTree) -> None:
-    """Refuses parameters that are no longer in 16 bits: the state's own copy would go stale."""
+    """Refuses parameters of other dtypes than those that the state was made for.
+
+    What the state keeps of a parameter of 16 bits would go stale; of one that was cast to 16 bits
+    behind `tx.init` it keeps nothing, and updates would be lost.
+    """
 
     def check(path: KeyPath, p: Any, kept: Any) -> None:
         if is_array(kept) == is_narrow_leaf(path, p):
             return
-        made = "of 16 bits" if is_array(kept) else "of another dtype"
-        got = f"{path_str(path)!r} is {describe(p)}, and the state was made for parameters {made}."
-        why = "params + updates is float32, as in eqx.apply_updates."
-        fix = "Type params = mpjax.optim.apply_updates(params, updates), or optax.apply_updates."
+        got = f"{path_str(path)!r} is {describe(p)}, and the state was made "
+        if is_array(kept):
+            got += "for parameters of 16 bits."
+            why = "params + updates is float32, as in eqx.apply_updates."
+            fix = "Type params = mpjax.optim.apply_updates(params, updates), or "
+            fix += "optax.apply_updates."
+        else:
+            got += "before it was cast to 16 bits, for another dtype, such as float32."
+            why = "Allowed: a state that was made of the parameters that are updated."
+            fix = "Type params = policy.cast_to_param(params), and tx.init(params) after it; or "
+            fix += "mpjax.optim.adopt_state(tx, opt_state, params), which goes on from this state."
         raise ValueError(message(where, got, why, fix))
 
     jax.tree_util.tree_map_with_path(check, params, kept)

@@ -150,6 +150,21 @@ def test_parameters_that_became_float32_are_refused(owner):
         tx.update({"w": jnp.ones(4)}, state, grown)
 
 
+@pytest.mark.filterwarnings("ignore::mpjax.PolicyWarning")  # of float32: there is nothing to round
+@pytest.mark.parametrize("owner", OWNERS)
+def test_parameters_that_were_cast_after_init_are_refused_with_the_right_order(owner):
+    tx = OWNERS[owner](optax.sgd(2.0**-12))
+    state = tx.init({"w": jnp.ones(4)})
+    cast = {"w": jnp.ones(4, jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"'w' is bf16\[4\].*before.*float32") as caught:
+        tx.update({"w": jnp.ones(4)}, state, cast)
+    said = str(caught.value)
+    assert "policy.cast_to_param(params), and tx.init(params) after it" in said
+    assert "apply_updates" not in said
+    state = optim.adopt_state(tx, state, cast)  # what it says to type
+    tx.update({"w": jnp.ones(4)}, state, cast)
+
+
 @pytest.mark.parametrize("owner", OWNERS)
 def test_weights_that_are_stored_under_other_paths_are_not_passed_over(owner):
     params = {"w": jnp.ones(4, jnp.bfloat16), "v": jnp.ones(4, jnp.bfloat16)}
