@@ -338,8 +338,9 @@ def make_train_step(
       `loss` (f32, unscaled), `grad_norm` (f32, of the true gradients, before clipping; inf
       from 1e19 on),
       `loss_scale` (the one used), `grads_finite`, `skipped_steps`, `consecutive_skips`,
-      `diverged`, and `aux` with `has_aux`. `step.lower` is for ahead of time compilation. No
-      host sync.
+      `diverged`, and `aux` with `has_aux`. A plain dict, of the same names under every loss scale
+      and without one (then `loss_scale` is 1): `grads_finite` is false where a step was skipped.
+      `step.lower` is for ahead of time compilation. No host sync.
 
     Raises:
       ValueError: `accumulate` is less than 1 or does not divide the batch, or leaves of the batch

@@ -539,6 +539,18 @@ def test_under_scan_and_vmap_it_is_the_loop():
     assert mpjax.current_loss_scale(mapped).loss_scale.tolist() == [8.0, 4.0, 8.0]
 
 
+@pytest.mark.parametrize(
+    ("scale", "used"),
+    [(None, 1), (mpjax.NoOpLossScale(), 1), (8.0, 8), (mpjax.DynamicLossScale(8), 8)],
+)
+def test_metrics_have_the_same_names_under_every_loss_scale_and_without_one(scale, used):
+    step = mpjax.make_train_step(loss_fn, optax.sgd(LR), "32-true", loss_scale=scale)
+    _, metrics = step(step.init(params_of()), batch_of())
+    assert type(metrics) is dict
+    assert set(metrics) == mpjax.train.Metrics.__required_keys__
+    assert metrics["loss_scale"] == used
+
+
 # -- bad input ------------------------------------------------------------------------------------
 
 
