@@ -49,15 +49,15 @@ def asks_for_scale(fun: F) -> F:
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        argnums = args[1] if len(args) > 1 else None
+        second = args[1] if len(args) > 1 else None
         typed = "loss_scale=mpjax.current_loss_scale(opt_state)"
         got = "loss_scale= is missing." * ("loss_scale" not in kwargs)
-        if isinstance(argnums, (LossScale, float)):
-            got = f"got {described(argnums)} in the place of argnums."
-            typed = f"loss_scale={argnums}" if isinstance(argnums, float) else "loss_scale=it"
-        elif takes_policy and is_policy(argnums):
-            got = f"got the policy {str(argnums)!r} in the place of argnums."
-            typed = f"policy={str(argnums)!r}, {typed}"
+        if isinstance(second, (LossScale, float)):
+            got = f"got {described(second)} as the second argument."
+            typed = f"loss_scale={second}" if isinstance(second, float) else "loss_scale=it"
+        elif takes_policy and is_policy(second):
+            got = f"got the policy {str(second)!r} as the second argument."
+            typed = f"policy={str(second)!r}, {typed}"
         if got:
             allowed = "Allowed: the scale of an optimizer in with_loss_scale, one of your own, or "
             allowed += "None for none."

@@ -12,8 +12,10 @@ from mpjax._base.typing import LossFunction, PyTree
 from mpjax._scaling.given_scale import as_loss_scale, whether_to_unscale
 from mpjax._scaling.grad import differentiated, name_of
 from mpjax._scaling.loss_scale import LossScale
+from mpjax._training.gradients import asks_for_scale
 
 
+@asks_for_scale
 def value_and_grad(
     f: LossFunction,
     *,
@@ -104,6 +106,7 @@ def value_and_grad(
     return wrapped
 
 
+@asks_for_scale
 def grad(
     f: LossFunction,
     *,
