@@ -26,7 +26,7 @@ from mpjax._base.dtypes import FLOAT32, short_name
 from mpjax._base.own_primitives import is_own
 from mpjax._jaxpr import sizes, structure
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import EXACT, OP_RULES, SILENT, OpClass, only_moves, op_class
+from mpjax._jaxpr.op_rules import EXACT, OP_RULES, PRODUCTS, SILENT, only_moves
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _ReasonWalk:
         name, cause = _name(eqn), None
         if decision.reason.by is By.OPERANDS and any(wide):
             cause = inherited
-        if cause and op_class(cause.operation, {}) is OpClass.LOWER:  # of what is asked last
+        if cause and cause.operation in PRODUCTS:  # of what is asked last
             reason = _of_sums(plan, eqn, asking, otherwise=cause.reason)
         else:
             reason = cause.reason if cause else _sentence(plan, decision, stored, asking)
@@ -257,7 +257,7 @@ def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> An
         return quantized.shown_dtype(decision.how) if decision.how else decision.low
     if named_attention.is_attention(decision.eqn):
         return decision.low or decision.eqn.invars[0].aval.dtype
-    if op_class(decision.eqn.primitive.name, {}) is OpClass.LOWER:
+    if decision.eqn.primitive.name in PRODUCTS:
         return decision.eqn.invars[0].aval.dtype  # a product that is left as it was written
     out = decision.eqn.outvars[0]
     state = plan.states[out]
