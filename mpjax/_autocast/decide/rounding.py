@@ -1,7 +1,7 @@
 """Where a result may be rounded: what readers ask for, and where rounding gains nothing.
 
 A low value is one that may be rounded where it is stored. This file takes that back, for a reader
-that rounding would hurt and behind the last product, and grants it where a product reads the value.
+that rounding would hurt and behind the last product, and grants it where `may` does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from mpjax._autocast.decide import may, read_flags, reads, reasons, states
 from mpjax._autocast.decide.decided import Action, Decision, Outside, Settings, initial_state
-from mpjax._autocast.decide.may import norms
+from mpjax._autocast.decide.may import multiplied, norms
 from mpjax._autocast.decide.may.streams import Streams
 from mpjax._autocast.decide.must.steps import Steps
 from mpjax._autocast.decide.reasons import Reason
@@ -88,10 +88,7 @@ class Rounding:
 
     def as_normalised(self, eqn: Eqn, state: State, read: int) -> State:
         """Low, where a product comes later and nothing that rounding would hurt reads the value."""
-        spoiled = read_flags.SPOILED | read_flags.GRADIENT
-        if not read & read_flags.LATER or read & spoiled:
-            return state
-        return self.as_read(eqn, state, read_flags.PRODUCT)
+        return self.as_read(eqn, state, read_flags.PRODUCT) if norms.may_be_low(read) else state
 
     def of_sum(self, eqn: Eqn, operands: Sequence[State], state: State) -> State:
         """The state of a sum that would be `state` by its operands alone."""
@@ -171,14 +168,12 @@ class Rounding:
 
     def as_read(self, eqn: Eqn, state: State, read: int) -> State:
         """Low instead of wide, where a product reads the value and no other reader forbids that."""
-        if state.kind != Kind.WIDE or state.pure or state.kept or not read & read_flags.PRODUCT:
+        if self.settings.widest or may.READ not in self.settings.may:
+            return state
+        if not multiplied.may_be_low(state, read):
             return state
         dtype = self.low_dtype(eqn, self.settings_at(eqn))
-        if read & read_flags.SPOILED:
-            return state
-        if dtype is None or self.settings.widest or may.READ not in self.settings.may:
-            return state
-        return states.low(dtype)
+        return state if dtype is None else states.low(dtype)
 
     def because(self, eqn: Eqn, own: Reason | None) -> Reason:
         """The reason of the dtype of an operation's first result, which is recorded.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpjax._autocast.decide import read_flags
 from mpjax._autocast.known import norms
 from mpjax._base import compat
 from mpjax._jaxpr.caches import by_program
@@ -47,6 +48,12 @@ def by_readers(jaxpr: Jaxpr, made: frozenset[Any]) -> tuple[frozenset[Any], froz
         if eqn.primitive.name not in PRODUCTS:
             others |= mine
     return frozenset(several), made - others
+
+
+def may_be_low(read: int) -> bool:
+    """Whether a normalised value may be low for a product that comes later, by how it is read."""
+    spoiled = read_flags.SPOILED | read_flags.GRADIENT
+    return bool(read & read_flags.LATER) and not read & spoiled
 
 
 def branches(eqn: Eqn, made: frozenset[Any]) -> frozenset[Any]:
