@@ -129,7 +129,7 @@ class Decider(Rounding):
         if kind is OpClass.KEEP:
             return self.decide_keep(eqn, operands)
         if settings.as_written or low is None:
-            return self.fused(eqn, states.full(operands), Reason(reasons.NO_LOW_DTYPE))
+            return self.fused(eqn, states.full(operands), reasons.NO_LOW_DTYPE)
         followed = self.as_followed(eqn, operands)
         branches = self.with_branches(eqn, followed)
         state = states.follow(branches, widest=settings.widest)
@@ -207,7 +207,7 @@ class Decider(Rounding):
             return by_user
         is_function = structure.single_program(eqn) is not None
         if is_function and fusible.function_class(eqn) is OpClass.FULL:
-            return Reason(reasons.FUNCTION)
+            return reasons.FUNCTION
         return reasons.UNCHANGED
 
     def inner(self, eqn: Eqn) -> control.DecideInner:
@@ -242,9 +242,7 @@ class Decider(Rounding):
             made = self.inner(eqn)(part, operands, out_reads, settings).out_states
         self.record(eqn, [self.stored(eqn, *pair) for pair in zip(eqn.outvars, made, strict=True)])
         is_full = fusible.function_class(eqn) is OpClass.FULL
-        return Decision(
-            eqn, Action.FUSED, self.because(eqn, Reason(reasons.FUNCTION) if is_full else None)
-        )
+        return Decision(eqn, Action.FUSED, self.because(eqn, reasons.FUNCTION if is_full else None))
 
     def of_activation(
         self, eqn: Eqn, operands: tuple[State, ...], settings: Settings

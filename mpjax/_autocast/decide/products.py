@@ -90,10 +90,9 @@ def decide_attention(values: Rounding, eqn: Eqn, settings: Settings) -> Decision
     """Decides about one `mpjax.dot_product_attention`, which holds two products."""
     low = values.low_dtype(eqn, settings)
     is_exact = any(values.reads.get(v, 0) & read_flags.RUINED for v in eqn.outvars)
-    reason = reasons.attention_as_written(eqn, settings, low, is_exact=is_exact)
-    if reason or low is None:
+    if reason := reasons.attention_as_written(eqn, settings, low, is_exact=is_exact):
         state = states.full([values.state(v) for v in eqn.invars])
-        return values.as_traced(eqn, state, values.of_user(eqn, state) or Reason(reason))
+        return values.as_traced(eqn, state, values.of_user(eqn, state) or reason)
     values.changed = True
     is_low = named_attention.results_low(eqn)
     values.record(eqn, [states.low(low) if yes else states.WIDE for yes in is_low])
@@ -102,11 +101,11 @@ def decide_attention(values: Rounding, eqn: Eqn, settings: Settings) -> Decision
 
 def _why_not_low(values: Rounding, eqn: Eqn, kind: OpClass | None, low: Any) -> Reason | None:
     if low is None:
-        return values.of_user(eqn, states.WIDE) or Reason(reasons.NO_LOW_DTYPE)
+        return values.of_user(eqn, states.WIDE) or reasons.NO_LOW_DTYPE
     if kind is not OpClass.LOWER:
         return values.of_user(eqn, states.WIDE) or reasons.KEPT_BY_RULES
     if reason := reasons.as_written(eqn):
-        return Reason(reason)
+        return reason
     held = [values.state(v) for v in eqn.invars[:2]]
     too_fine = [s for s in held if s.kind == Kind.CONSTANT and not states.fits(s, low)]
     if not too_fine:

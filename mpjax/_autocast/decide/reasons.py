@@ -42,36 +42,42 @@ class Reason(NamedTuple):
     by: By = By.OPERATION
 
 
-AS_WRITTEN = "as written: full_precision(), or an inner autocast"
-BY_MAP = "its policy in the PolicyMap computes in float32"
-NO_LOW_DTYPE = "float32 was asked for here"
-NOT_FLOAT32 = "operands are not float32: as written"
-FUNCTION = "holds a sum or an exponential: float32 as a whole"
-OUTPUT = "an output: rounding it would gain nothing"
-BEHIND = "no product comes later: rounding it would gain nothing"
-TESTED = "a loop's stop test depends on it"
-NEAR = "its distance to a constant is read by {}"
-ANGLE = "rounded, a large angle is another one: read by {}"
-DIFFERENCE = "a value that may be almost the same is subtracted from it by {}"
-AGAIN = "the same is computed again elsewhere, and the two may cancel"
-RUINED = "read by {}, which rounding would ruin"
+AS_WRITTEN = Reason("as written: full_precision(), or an inner autocast", By.USER)
+BY_MAP = Reason("its policy in the PolicyMap computes in float32", By.USER)
+NO_LOW_DTYPE = Reason("float32 was asked for here")
+NOT_FLOAT32 = Reason("operands are not float32: as written")
+ITS_PRECISION = Reason("its precision= asks for float32")
+ITS_RESULT_DTYPE = Reason("its preferred_element_type= was given")
+EMPTY = Reason("of size zero")
+FUNCTION = Reason("holds a sum or an exponential: float32 as a whole")
+OUTPUT = Reason("an output: rounding it would gain nothing", By.READER)
+BEHIND = Reason("no product comes later: rounding it would gain nothing", By.READER)
+TESTED = Reason("a loop's stop test depends on it", By.READER)
+NEAR = Reason("its distance to a constant is read by {}", By.READER)
+ANGLE = Reason("rounded, a large angle is another one: read by {}", By.READER)
+DIFFERENCE = Reason("a value that may be almost the same is subtracted from it by {}", By.READER)
+AGAIN = Reason("the same is computed again elsewhere, and the two may cancel", By.READER)
+RUINED = Reason("read by {}, which rounding would ruin", By.READER)
+ATTENTION_RUINED = Reason("rounding would ruin what reads it")
 _CAST = "; to have it low, cast its operands: x.astype(jnp.bfloat16)"
-PRODUCT_TESTED = (
-    f"a loop's stop test depends on it: rounded, the loop might not end: float32{_CAST}"
-)
-PRODUCT_CANCELS = f"added to a sum over the same values, which cancels it: float32{_CAST}"
-PRODUCT_NEAR = f"of small matrices, and a distance to a constant is read: float32{_CAST}"
 _OF_PRODUCTS = {
-    read_flags.TESTED: PRODUCT_TESTED,
-    read_flags.CANCELS: PRODUCT_CANCELS,
-    read_flags.NEAR: PRODUCT_NEAR,
+    read_flags.TESTED: Reason(
+        f"a loop's stop test depends on it: rounded, the loop might not end: float32{_CAST}",
+        By.READER,
+    ),
+    read_flags.CANCELS: Reason(
+        f"added to a sum over the same values, which cancels it: float32{_CAST}", By.READER
+    ),
+    read_flags.NEAR: Reason(
+        f"of small matrices, and a distance to a constant is read: float32{_CAST}", By.READER
+    ),
 }
 MEETS = Reason("its gradients, of which a loop, a sort or a rule gives one, add up in float32")
 MAXIMUM = Reason("the maximum of float32 rows: exp(x - max(x)) is exactly 1 there")
 MASKED = Reason("a mask or another array was added, and an exponential reads the sum")
 POWER = Reason("a power: float16 might not hold it")
 SCALED = Reason("scaled later, as it is too large or small: float16 might not hold it")
-CHANGED = "an input changed by sums, or by small steps, as a recurrent state is"
+CHANGED = Reason("an input changed by sums, or by small steps, as a recurrent state is")
 RECURRENT = Reason("a recurrent state: it reaches itself by sums, not by a product")
 STREAM = Reason("a residual stream: rounded as in layers without a loop")
 NEW_IN_EACH_TURN = Reason("made anew by a product in each turn")
@@ -83,6 +89,7 @@ UNKNOWN_FUNCTION = Reason("its function is unknown: in float32")
 COMPARED = Reason("compared in float32: exact")
 WIDE_SUM = Reason("a sum of float32 values")
 KEPT_BY_RULES = Reason("kept in float32 by rules=", By.USER)
+ATTENTION_KEPT_BY_RULES = Reason("its products are kept in float32 by rules=")
 NO_LOW_CONSTANT = Reason("a constant that the compute dtype cannot hold")
 UNKNOWN_CONSTANT = Reason("a constant whose values are not known")
 UNCHANGED = Reason("nothing low goes into it, and no product in it is low", By.OPERANDS)
@@ -94,12 +101,12 @@ FOLLOWS = Reason("its operands are in float32", By.OPERANDS)
 def of_place(settings: Any, eqn: Eqn) -> Reason | None:
     """Returns why the place of an operation has no low dtype, None where it has one."""
     if settings.as_written:
-        return Reason(AS_WRITTEN, By.USER)
+        return AS_WRITTEN
     if isinstance(settings.policy, Policy):
         return None
     path = settings.scope + scopes.of(eqn)
     low = scopes.compute_dtype(settings.policy, path).itemsize < FLOAT32.itemsize
-    return None if low else Reason(BY_MAP, By.USER)
+    return None if low else BY_MAP
 
 
 def of_rule(settings: Any, eqn: Eqn, state: State) -> Reason | None:
@@ -120,29 +127,29 @@ def of_rule(settings: Any, eqn: Eqn, state: State) -> Reason | None:
     return None
 
 
-def as_written(eqn: Eqn) -> str:
-    """Returns why a product is not made low whatever the policy, empty where it may be."""
+def as_written(eqn: Eqn) -> Reason | None:
+    """Returns why a product is not made low whatever the policy, None where it may be."""
     operands = eqn.invars[:2]
     if any(getattr(v.aval, "dtype", None) != FLOAT32 for v in (*operands, *eqn.outvars)):
         return NOT_FLOAT32
     if not has_default_precision(eqn):
-        return "its precision= asks for float32"
+        return ITS_PRECISION
     if eqn.params.get("preferred_element_type") not in (None, FLOAT32):
-        return "its preferred_element_type= was given"
+        return ITS_RESULT_DTYPE
     if any(v.aval.size == 0 for v in (*operands, *eqn.outvars)):
-        return "of size zero"
-    return ""
+        return EMPTY
+    return None
 
 
-def attention_as_written(eqn: Eqn, settings: Any, low: Any, *, is_exact: bool) -> str:
-    """Returns why an attention is not made low, empty where it may be."""
+def attention_as_written(eqn: Eqn, settings: Any, low: Any, *, is_exact: bool) -> Reason | None:
+    """Returns why an attention is not made low, None where it may be."""
     if low is None:
         return NO_LOW_DTYPE
     if op_class("dot_general", settings.rules) is not OpClass.LOWER:
-        return "its products are kept in float32 by rules="
+        return ATTENTION_KEPT_BY_RULES
     if any(v.aval.dtype != FLOAT32 for v in eqn.invars[: named_attention.MULTIPLIED]):
         return NOT_FLOAT32
-    return "rounding would ruin what reads it" if is_exact else ""
+    return ATTENTION_RUINED if is_exact else None
 
 
 def has_default_precision(eqn: Eqn) -> bool:
@@ -154,7 +161,7 @@ def has_default_precision(eqn: Eqn) -> bool:
 
 def of_product(flag: int) -> Reason:
     """Returns why a product is not made low for the sake of a reader that set a flag."""
-    return Reason(_OF_PRODUCTS[flag], By.READER)
+    return _OF_PRODUCTS[flag]
 
 
 def of_reader(read: int) -> Reason | None:
@@ -162,12 +169,12 @@ def of_reader(read: int) -> Reason | None:
     if not read & read_flags.UNROUNDED:
         return None
     if read & read_flags.TESTED:
-        return Reason(TESTED, By.READER)
+        return TESTED
     if read & read_flags.NEAR:
-        return Reason(NEAR, By.READER)
+        return NEAR
     if read & read_flags.AGAIN:
-        return Reason(AGAIN, By.READER)
-    return Reason(DIFFERENCE if read & read_flags.DIFFERENCE else RUINED, By.READER)
+        return AGAIN
+    return DIFFERENCE if read & read_flags.DIFFERENCE else RUINED
 
 
 def of_reader_beside_a_product(read: int) -> Reason | None:
@@ -177,7 +184,7 @@ def of_reader_beside_a_product(read: int) -> Reason | None:
 
 def of_no_gain(read: int) -> Reason:
     """Returns why a value behind the last product is not rounded."""
-    return Reason(OUTPUT if read & read_flags.OUTPUT else BEHIND, By.READER)
+    return OUTPUT if read & read_flags.OUTPUT else BEHIND
 
 
 def of_carry(before: State, state: State, *, is_recurrent: bool) -> Reason:
@@ -208,7 +215,7 @@ def of_operands(
     if state.kind == Kind.LOW or any(s.kind == Kind.WIDE for s in operands):
         return FOLLOWS
     if state.is_recurrent and not widest:
-        return Reason(CHANGED)
+        return CHANGED
     lows = sorted({short_name(s.dtype) for s in operands if s.kind == Kind.LOW})
     if len(lows) > 1:
         return Reason(f"operands in {' and '.join(lows)}")

@@ -117,9 +117,8 @@ class _ReasonWalk:
             causes = self.plan(inner, path, incoming, read)
             if len(causes) == len(outs):  # not the condition of a `while`
                 outs = [a or b for a, b in zip(outs, causes, strict=True)]
-        widened = WideSource(
-            _name(eqn), "/".join(path), reasons.OUTPUT
-        )  # low inside, float32 outside
+        # Of what is low inside and float32 outside.
+        widened = WideSource(_name(eqn), "/".join(path), reasons.OUTPUT.text)
         wide = [state.kind == Kind.WIDE for state in call.out_states]
         return [cause or (widened if w else None) for cause, w in zip(outs, wide, strict=True)]
 
@@ -179,7 +178,7 @@ class _ReasonWalk:
             asked = reasons.of_reader(wants)
             why = ROUNDED + _named(asked, eqn, asking) if asked else ""
         elif _computes(eqn):
-            why = reasons.AS_WRITTEN if scopes.is_as_written(eqn) else WRITTEN_SO
+            why = reasons.AS_WRITTEN.text if scopes.is_as_written(eqn) else WRITTEN_SO
         else:
             return
         self.findings.append(OperationDtype(module, _name(eqn), dtype, why, None, where))
@@ -291,8 +290,8 @@ def _named(reason: reasons.Reason, eqn: Eqn, asking: dict[Any, readers.Reader]) 
     if reason.by is not By.READER:
         return reason.text
     reader = asking.get(eqn.outvars[0], "another operation")
-    is_angle = reason.text == reasons.NEAR and getattr(reader, "name", "") in traits.ANGLES
-    return (reasons.ANGLE if is_angle else reason.text).format(reader)
+    is_angle = reason == reasons.NEAR and getattr(reader, "name", "") in traits.ANGLES
+    return (reasons.ANGLE if is_angle else reason).text.format(reader)
 
 
 def _where_stored(eqn: Eqn, dtype: Any, stored: dict[Any, bool | None]) -> str:
@@ -303,4 +302,4 @@ def _where_stored(eqn: Eqn, dtype: Any, stored: dict[Any, bool | None]) -> str:
     is_low = stored[out]
     if is_low is None:
         return FUSED
-    return "computed in float32, rounded once where it is stored" if is_low else reasons.OUTPUT
+    return "computed in float32, rounded once where it is stored" if is_low else reasons.OUTPUT.text
