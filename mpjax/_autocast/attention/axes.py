@@ -12,16 +12,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.attention.nodes import Name, ValueGraph
+from mpjax._autocast.attention.nodes import FOLLOWED, Name, ValueGraph
 from mpjax._jaxpr.equation import Eqn
 
 Labels = tuple[Any, ...]
-
-FOLLOWED = frozenset(
-    {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"}
-    | {"copy", "copy_p", "convert_element_type"}
-)
-"""Moves through which labels are followed."""
 
 
 def moved(labels: Labels, eqn: Eqn) -> Labels | None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._autocast.attention import axes
-from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
+from mpjax._autocast.attention.nodes import FOLLOWED, Name, Node, ValueGraph
 from mpjax._autocast.known import traits
 from mpjax._base import compat
 
@@ -159,7 +159,7 @@ def _is_binary(graph: ValueGraph, name: Name) -> bool:
         return False
     if node.kind == "convert_element_type":
         return node.eqn.invars[0].aval.dtype == np.bool_
-    return node.kind in axes.FOLLOWED and _is_binary(graph, node.operands[0])
+    return node.kind in FOLLOWED and _is_binary(graph, node.operands[0])
 
 
 def _plus(a: Affine, b: Affine, sign: int) -> Affine:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._autocast.known import traits
 from mpjax._autocast.known.constants import ARITHMETIC
 from mpjax._base import compat
 from mpjax._jaxpr import binding
@@ -23,8 +24,10 @@ Name = Any
 """A variable of the jaxpr, a variable inside a call with the call's place, or a literal."""
 
 _LONGEST = 2**17  # elements of a constant whose values are compared
-_SAME = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "expand_dims"})
-_REPEATED = _SAME | {"broadcast_in_dim", "stop_gradient", "transpose"}
+FOLLOWED = (
+    traits.RESHAPES | {"transpose", "broadcast_in_dim"} | {"copy", "copy_p", "convert_element_type"}
+)
+"""Moves of one operand, through which numbers and labels of axes are followed."""
 
 
 class Node(NamedTuple):
@@ -112,7 +115,7 @@ class ValueGraph:
     def _number(self, node: Node) -> float | None:
         """Returns the result of an operation on numbers, None if an operand is not one."""
         kind = node.eqn.primitive.name
-        if kind in _REPEATED:
+        if kind in FOLLOWED or kind == "stop_gradient":
             return self.number(node.operands[0])
         if kind not in _NUMBERS:
             return None

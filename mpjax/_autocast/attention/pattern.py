@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpjax._autocast.attention import axes, masks
-from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
+from mpjax._autocast.attention.nodes import FOLLOWED, Name, Node, ValueGraph
 from mpjax._autocast.decide.decided import Action
 from mpjax._autocast.known import traits
 from mpjax._base import compat
@@ -22,9 +22,7 @@ _DEEPEST = 24  # operations between a product and its softmax
 _MASKED = -1e3  # a constant logit of at most this marks a key that is not read
 SOFTMAX = frozenset({"reduce_max", "sub", "exp", "reduce_sum", "div"})
 """The operations of a softmax."""
-_AFTER_A_STATISTIC = frozenset(
-    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient"}
-)
+_AFTER_A_STATISTIC = traits.RESHAPES | {"broadcast_in_dim", "stop_gradient"}
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class Finder:
         weights = self.graph.name(eqn.invars[side])
         way: list[Name] = []
         name = weights
-        while (node := self.graph.node(name)) is not None and node.kind in axes.FOLLOWED:
+        while (node := self.graph.node(name)) is not None and node.kind in FOLLOWED:
             way.append(name)
             name = node.operands[0]
         if node is None or node.kind != "div":
@@ -230,7 +228,7 @@ class Finder:
         node = self.graph.node(name)
         if node is None:
             return None
-        if node.kind in axes.FOLLOWED:
+        if node.kind in FOLLOWED:
             logits = self._logits(node.operands[0])
             labels = logits and axes.moved(logits.labels, node.eqn)
             return logits.past(name, labels) if logits and labels else None

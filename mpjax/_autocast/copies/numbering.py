@@ -24,7 +24,7 @@ from mpjax._jaxpr.sizes import is_float32, size
 _PUT_AMONG_OTHERS = frozenset({"pad", "dynamic_update_slice", "scatter"})
 _MAY_GIVE_BACK = MOVES - {"neg", "abs", "sign"} | traits.JOINS | _PUT_AMONG_OTHERS
 """They may give back the elements that they were given, in the same places."""
-_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+_RESHAPES = traits.RESHAPES | {"broadcast_in_dim"}
 
 _COMBINES = traits.SHIFTS | traits.SCALES
 """Where two copies may cancel: with opposite signs, as in `a - b`, `a + (-b)` and `a * (1 / b)`."""

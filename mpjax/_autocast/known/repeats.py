@@ -20,7 +20,7 @@ from mpjax._jaxpr.sizes import is_number, size
 
 _EVERY = -1
 _MOST = 8
-_PUT_TOGETHER = frozenset({"concatenate", "stack", "pad"}) | traits.UPDATES
+_PUT_TOGETHER = traits.PUTS_TOGETHER | traits.UPDATES
 _KEEP_AXES = MOVES | _PUT_TOGETHER | traits.ACROSS | {"reduce_window_sum"}
 _KEEP_ADDED = traits.ADDS | traits.POWERS | traits.LIMITS | traits.COMPLEX
 _STARTS = traits.ADDS | {"broadcast_in_dim"}
@@ -222,7 +222,7 @@ def _axes_of(eqn: Eqn, atom: Any, along: int) -> int | None:
         return _broadcast(params["broadcast_dimensions"], before, after, along)
     if name == "transpose":
         return _axes(i for i, axis in enumerate(params["permutation"]) if along >> axis & 1)
-    if name in ("reshape", "squeeze", "expand_dims"):
+    if name in traits.RESHAPES:
         return _reshaped(before, after, along)
     if removed := totals.removed_axes(eqn):
         added_up = _axes(axis for axis in removed if before[axis] != 1)

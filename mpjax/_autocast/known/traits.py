@@ -44,9 +44,10 @@ is_finite                               | fusible chooses linear looks
 argmax argmin                           | chooses linear looks decides
 and or not                              | fusible chooses linear logic
 xor                                     | fusible linear logic
-concatenate stack                       | fusible alone steps linear accumulates joins
-pad                                     | fusible alone steps linear accumulates turns
-reshape squeeze expand_dims transpose   | fusible chooses turns permutes
+concatenate stack                       | fusible alone steps linear accumulates joins puts_together
+pad                                     | fusible alone steps linear accumulates turns puts_together
+reshape squeeze expand_dims             | fusible chooses turns permutes reshapes
+transpose                               | fusible chooses turns permutes
 rev                                     | fusible turns permutes
 slice                                   | fusible resizes turns cuts
 split unstack                           | fusible resizes permutes cuts
@@ -115,6 +116,12 @@ CHOOSES = _having("chooses")
 
 PERMUTES = _having("permutes")
 """Each element of its operand stands in its results once, unchanged."""
+
+RESHAPES = _having("reshapes")
+"""Gives the elements of its operand another shape, in the same order."""
+
+PUTS_TOGETHER = _having("puts_together")
+"""Its operands stand in its result beside each other."""
 
 CUTS = _having("cuts")
 """Each of its results is a part of its operand, told by where it starts and ends."""

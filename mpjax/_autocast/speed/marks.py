@@ -206,7 +206,7 @@ def _is_repeated(operand: Any, eqn: Eqn) -> bool:
     the sum would round, and in float16 be inf past 65504. A group sums in float32, and XLA fuses
     the casts.
     """
-    if compat.is_literal(operand) or eqn.primitive.name in ("concatenate", "stack", "pad"):
+    if compat.is_literal(operand) or eqn.primitive.name in traits.PUTS_TOGETHER:
         return False
     return operand.aval.shape != eqn.outvars[0].aval.shape and operand.aval.dtype == "float32"
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mpjax._autocast.known import traits
 from mpjax._autocast.speed.enumerated import holds, is_negative
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.rewriting import with_equations, with_programs
 
-_SAME = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"})
+_SAME = traits.RESHAPES | {"broadcast_in_dim", "copy"}
 
 
 Makers = Mapping[Any, Any]

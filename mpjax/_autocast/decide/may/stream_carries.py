@@ -92,7 +92,7 @@ def _operation(eqn: Eqn, operands: Roles) -> Role:
         return Role.LAYER if _is_layer(eqn, operands) or Role.LAYER in made else Role.NONE
     if Role.CARRIED in made:
         made |= _towards_a_norm(eqn.primitive.name, made)
-    if eqn.primitive.name in ("dynamic_slice", "gather") and Role.SHARED in operands[0]:
+    if eqn.primitive.name in traits.PICKS and Role.SHARED in operands[0]:
         return Role.WEIGHT if Role.COUNTER in _union(operands[1:]) else Role.NONE
     if only_moves(eqn) or eqn.primitive.name == "convert_element_type":
         return operands[0] | made
