@@ -283,7 +283,11 @@ MOVES: frozenset[str] = frozenset(_rows(_KEEP, OpClass.KEEP))
 """Operations that leave the values of elements as they are."""
 
 EXACT: frozenset[str] = frozenset(n for n, rule in OP_RULES.items() if rule.reason == "exact")
-"""Operations that give the same result on low operands as on float32."""
+"""Operations that give the same result on low operands as on float32.
+
+`explain` says so of one that runs alone on low values; moves, which give it too, have reasons of
+their own. What whole functions on low values consist of is `known/traits.CHOOSES`.
+"""
 
 ACTIVATIONS: frozenset[str] = frozenset(_ACTIVATIONS.split())
 """Functions that count as one operation: low operand, low result, float32 between them."""

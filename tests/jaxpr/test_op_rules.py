@@ -137,3 +137,8 @@ def test_every_row_has_a_reason_and_a_known_torch_list(rule):
 def test_classes_of_the_common_operations(name, expected):
     assert op_rules.op_class(name, {}) is expected
     assert op_rules.op_class(name, {name: op_rules.OpClass.FULL}) is op_rules.OpClass.FULL
+
+
+def test_what_only_chooses_gives_the_same_result_by_its_rule_too():
+    same = op_rules.EXACT | op_rules.MOVES | op_rules.COMPARISONS | traits.LOGIC
+    assert traits.CHOOSES - same == set()

@@ -112,7 +112,11 @@ NATIVE = _having("native")
 """Follows its operands' dtype outside of any group."""
 
 CHOOSES = _having("chooses")
-"""Only chooses, compares or moves: low values in, the same result."""
+"""Only chooses, compares or moves: low values in, the same result; its derivative saves a mask.
+
+A function of these alone, such as `relu`, runs on low values (`speed/exact`). Which operations give
+the same result, each by itself, is `op_rules.EXACT` and `MOVES`: these, and more.
+"""
 
 PERMUTES = _having("permutes")
 """Each element of its operand stands in its results once, unchanged."""
