@@ -1,6 +1,6 @@
 """Passes states through operations that hold programs: calls, loops, branches, custom rules.
 
-Loops are fixpoints: a carry is low only if it is no state (`carries`), starts low or neutral and
+Loops are fixpoints: a carry is low only if it is not kept (`carries`), starts low or neutral and
 leaves the body low. Nothing is bound here; `run/calls` does that from what is decided here.
 """
 
@@ -158,7 +158,7 @@ def _entering(state: State, is_kept: bool) -> State:
     if state.kind == Kind.FOREIGN:
         return state
     if is_kept:
-        return states.keep(state)
+        return states.kept(state)
     return states.WIDE_PURE if state.kind == Kind.CONSTANT else states.unkept(state)
 
 

@@ -39,7 +39,7 @@ from mpjax._jaxpr.sizes import is_float32
 from mpjax._policies.policy import Policy
 
 _OTHERS = traits.RESIZES - traits.CUTS
-"""Of an input they make rows of a table or copies, as of positions: no state that is changed."""
+"""Of an input they make rows of a table or copies, as of positions: no kept value."""
 
 
 class Decider(Rounding):
@@ -125,7 +125,7 @@ class Decider(Rounding):
             state = states.full(operands)
             is_total = name in traits.RUNNING and state.kind == Kind.WIDE
             is_total |= name in traits.ACROSS and operands[0].kept
-            return self.fused(eqn, states.keep(state) if is_total else state, own)
+            return self.fused(eqn, states.kept(state) if is_total else state, own)
         if kind is OpClass.KEEP:
             return self.decide_keep(eqn, operands)
         if settings.as_written or low is None:
@@ -139,7 +139,7 @@ class Decider(Rounding):
             state = states.WIDE_PURE  # a mask: rounded, `(1 - seen) * -1e9` is -inf, or NaN
         if state.kind == Kind.CONSTANT:
             state = _of_constants(name, operands)
-        if name not in traits.STEPS:
+        if name not in traits.STAYS_KEPT:
             state = states.unkept(state)
         if name in traits.ADDS:
             alike = branches if operands is branches else followed
@@ -253,7 +253,7 @@ class Decider(Rounding):
             read = self.as_followed(eqn, _picked(operands, way.all))
             state = states.follow(read, widest=settings.widest)
             if any(s.is_recurrent for s in _picked(operands, way.direct)):
-                state = states.keep(state)
+                state = states.kept(state)
             elif state.kind != Kind.CONSTANT:
                 state = states.unkept(state)
             made.append(state)

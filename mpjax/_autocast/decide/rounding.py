@@ -93,7 +93,7 @@ class Rounding:
     def of_sum(self, eqn: Eqn, operands: Sequence[State], state: State) -> State:
         """The state of a sum that would be `state` by its operands alone."""
         if state.is_recurrent or self.steps.changes_a_recurrent_state(eqn, operands):
-            return states.keep(state)
+            return states.kept(state)
         settings = self.settings
         if state.kind == Kind.WIDE and may.STREAMS in settings.may and not settings.widest:
             state = self.streams.low(eqn, operands) or state

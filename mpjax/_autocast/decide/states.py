@@ -109,7 +109,7 @@ def follow(states: Sequence[State], *, widest: bool = False) -> State:
     lows = {s.dtype for s in floats if s.kind == Kind.LOW}
     if Kind.WIDE in kinds:
         state = _wide(floats)
-        return keep(state) if any(s.is_recurrent for s in floats) else state
+        return kept(state) if any(s.is_recurrent for s in floats) else state
     if not lows:
         inputs = INPUT if INPUT in floats else NEUTRAL
         return inputs if Kind.NEUTRAL in kinds else UNKNOWN_CONSTANT
@@ -141,7 +141,7 @@ def _wide(states: Sequence[State]) -> State:
     return WIDE if rounded else WIDE_PURE
 
 
-def keep(state: State) -> State:
+def kept(state: State) -> State:
     """Returns the state of the same value where a program keeps it and changes it a little."""
     rounded = state.kind == Kind.LOW or (state.kind == Kind.WIDE and not state.pure)
     return KEPT if rounded else KEPT_PURE

@@ -8,17 +8,17 @@ others decide dtypes, so a new operation needs each of them that is true of it. 
 """
 
 _TABLE = """
-add sub                                 | fusible alone steps adds linear hands_on shifts of_totals parts
-add_any                                 | fusible alone steps adds linear hands_on
-mul                                     | fusible alone steps hands_on scales of_totals parts
-div                                     | fusible alone steps hands_on scales of_totals parts
+add sub                                 | fusible alone stays_kept adds linear hands_on shifts of_totals parts
+add_any                                 | fusible alone stays_kept adds linear hands_on
+mul                                     | fusible alone stays_kept hands_on scales of_totals parts
+div                                     | fusible alone stays_kept hands_on scales of_totals parts
 neg                                     | fusible chooses hands_on parts
-rem                                     | fusible native steps
+rem                                     | fusible native stays_kept
 abs copy stop_gradient                  | fusible chooses
-max                                     | fusible alone steps chooses accumulates of_norms of_totals widened limits
-min                                     | fusible alone steps chooses accumulates of_norms widened limits
-clamp                                   | fusible alone steps chooses accumulates limits
-select_n                                | fusible alone steps chooses accumulates linear joins limits
+max                                     | fusible alone stays_kept chooses accumulates of_norms of_totals widened limits
+min                                     | fusible alone stays_kept chooses accumulates of_norms widened limits
+clamp                                   | fusible alone stays_kept chooses accumulates limits
+select_n                                | fusible alone stays_kept chooses accumulates linear joins limits
 floor ceil round                        | fusible linear decides
 convert_element_type                    | fusible linear hands_on of_totals
 sqrt square integer_pow                 | fusible of_totals powers
@@ -44,8 +44,8 @@ is_finite                               | fusible chooses linear looks
 argmax argmin                           | chooses linear looks decides
 and or not                              | fusible chooses linear logic
 xor                                     | fusible linear logic
-concatenate stack                       | fusible alone steps linear accumulates joins puts_together
-pad                                     | fusible alone steps linear accumulates turns puts_together
+concatenate stack                       | fusible alone stays_kept linear accumulates joins puts_together
+pad                                     | fusible alone stays_kept linear accumulates turns puts_together
 reshape squeeze expand_dims             | fusible chooses turns permutes reshapes
 transpose                               | fusible chooses turns permutes
 rev                                     | fusible turns permutes
@@ -54,8 +54,8 @@ split unstack                           | fusible resizes permutes cuts
 broadcast_in_dim                        | fusible chooses resizes repeats
 dynamic_slice                           | resizes picks
 gather                                  | resizes picks repeats
-dynamic_update_slice                    | updates native steps accumulates
-scatter scatter-max scatter-min         | updates native steps accumulates selects
+dynamic_update_slice                    | updates native stays_kept accumulates
+scatter scatter-max scatter-min         | updates native stays_kept accumulates selects
 scatter-add scatter-sub                 | updates native accumulates
 scatter-mul                             | updates native
 psum psum_invariant unreduced_psum      | across hands_on linear of_totals
@@ -142,9 +142,9 @@ REPEATS = _having("repeats")
 SELECTS = _having("selects")
 """Its derivative asks again which values were chosen, and may sum over ties."""
 
-# -- what it does to states and streams: decide, streams, carries, norms ---------------------------
+# -- what it does to kept values and streams: decide, streams, carries, norms ----------------------
 
-STEPS = _having("steps")
+STAYS_KEPT = _having("stays_kept")
 """A value that is kept in float32 goes through it and is kept."""
 
 ADDS = _having("adds")

@@ -32,9 +32,9 @@ def of_program(program: Any) -> Made:
 def by_readers(jaxpr: Jaxpr, made: frozenset[Any]) -> tuple[frozenset[Any], frozenset[Any]]:
     """Returns those that several operations read, and those that products read and nothing else.
 
-    The first are stored between their readers. No sum goes on from the second: a norm of a state is
-    no state then, for what is added up is the state, and the products round what they read in any
-    case. An iterate that is normalised after each step is read by its next sum.
+    The first are stored between their readers. No sum goes on from the second: a norm of a kept
+    value is not kept then, for sums go on from the value itself, and the products round what they
+    read in any case. An iterate that is normalised after each step is read by its next sum.
     """
     if not made:
         return made, made
