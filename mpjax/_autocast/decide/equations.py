@@ -38,7 +38,7 @@ from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, hand
 from mpjax._jaxpr.sizes import is_float32
 from mpjax._policies.policy import Policy
 
-_OTHERS = traits.RESIZES - traits.CUTS
+_ROWS_OR_COPIES = traits.RESIZES - traits.SLICES
 """Of an input they make rows of a table or copies, as of positions: no kept value."""
 
 
@@ -165,7 +165,7 @@ class Decider(Rounding):
         if hands_on_each(eqn, sorts=True):
             return self.keep(eqn, operands)
         state = floats[0] if floats else states.FOREIGN
-        if state == states.INPUT and name in _OTHERS:
+        if state == states.INPUT and name in _ROWS_OR_COPIES:
             state = states.NEUTRAL
         if state.kind == Kind.CONSTANT:
             state = _of_constants(name, [state]) if name in ("neg", "abs") else state

@@ -46,7 +46,7 @@ from mpjax._jaxpr.sizes import is_float32, is_number, size
 _MOST_ROOTS = 8
 _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
-_PARTS = traits.CUTS | traits.PICKS
+_PARTS = traits.SLICES | traits.PICKS
 _TOPS = traits.EXTREME & traits.STATISTIC
 _OF_ITS_OPERANDS = traits.FUSIBLE | traits.OF_FEW | traits.UPDATES | MOVES | totals.ALONG_AXES
 """Each element of a result is of a few elements of the operands, unless it is a statistic."""

@@ -49,8 +49,8 @@ pad                                     | fusible alone stays_kept linear accumu
 reshape squeeze expand_dims             | fusible chooses turns permutes reshapes
 transpose                               | fusible chooses turns permutes
 rev                                     | fusible turns permutes
-slice                                   | fusible resizes turns cuts
-split unstack                           | fusible resizes permutes cuts
+slice                                   | fusible resizes turns slices
+split unstack                           | fusible resizes permutes slices
 broadcast_in_dim                        | fusible chooses resizes repeats
 dynamic_slice                           | resizes picks
 gather                                  | resizes picks repeats
@@ -127,7 +127,7 @@ RESHAPES = _having("reshapes")
 PUTS_TOGETHER = _having("puts_together")
 """Its operands stand in its result beside each other."""
 
-CUTS = _having("cuts")
+SLICES = _having("slices")
 """Each of its results is a part of its operand, told by where it starts and ends."""
 
 PARTS = _having("parts")

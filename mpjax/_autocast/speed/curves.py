@@ -24,8 +24,8 @@ from mpjax._jaxpr.binding import bind, compute, written_at
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.sizes import is_float32, size
 
-_AFFINE = traits.SCALES | traits.SHIFTS | traits.PERMUTES | traits.CUTS | traits.REPEATS
-_IN_PLACE = traits.FUSIBLE - (traits.PERMUTES | traits.CUTS | traits.RESIZES | traits.TURNS)
+_AFFINE = traits.SCALES | traits.SHIFTS | traits.PERMUTES | traits.SLICES | traits.REPEATS
+_IN_PLACE = traits.FUSIBLE - (traits.PERMUTES | traits.SLICES | traits.RESIZES | traits.TURNS)
 
 
 @dataclass
@@ -210,7 +210,7 @@ def _is_elementwise(eqn: Eqn) -> bool:
 
 def _is_cut(curve: Curve) -> bool:
     """Whether the value is cut out of a larger one, whose gradient one kernel stores whole."""
-    return any(eqn.primitive.name in traits.CUTS for eqn in curve.before)
+    return any(eqn.primitive.name in traits.SLICES for eqn in curve.before)
 
 
 def _is_costly(curve: Curve) -> bool:

@@ -45,7 +45,7 @@ def moved_again(eqns: Sequence[Eqn], inputs: Collection[Any]) -> dict[Any, Any]:
     return {
         eqn.outvars[0]: eqn.invars[0]
         for eqn in eqns
-        if eqn.primitive.name in traits.PERMUTES - traits.CUTS
+        if eqn.primitive.name in traits.PERMUTES - traits.SLICES
         and eqn.invars[0] in inputs
         and eqn.invars[0] not in once
     }
@@ -98,12 +98,12 @@ def _readers(eqns: Sequence[Eqn]) -> dict[Any, list[Any]]:
 
 
 def _cut_once(readers: Sequence[Any]) -> bool:
-    return readers[0].primitive.name in traits.CUTS and _moves_once(*readers)
+    return readers[0].primitive.name in traits.SLICES and _moves_once(*readers)
 
 
 def cuts(eqn: Eqn) -> list[Cut]:
     """Returns the part of the operand that each result of a slice, split or unstack is; else []."""
-    if eqn.primitive.name not in traits.CUTS:
+    if eqn.primitive.name not in traits.SLICES:
         return []
     if eqn.primitive.name == "slice":
         names = "start_indices", "limit_indices", "strides"
@@ -142,7 +142,7 @@ def as_result(eqn: Eqn, part: Any) -> Any:
 def _moves_once(eqn: Eqn, *others: Any) -> bool:
     """Whether all the readers of a value are moves, and no two of them read the same element."""
     if not others:
-        return eqn.primitive.name in traits.PERMUTES | traits.CUTS
+        return eqn.primitive.name in traits.PERMUTES | traits.SLICES
     slices = [eqn, *others]
     if len(slices) > _MANY or any(one.primitive.name != "slice" for one in slices):
         return False
