@@ -60,7 +60,7 @@ class Rounding:
         made = norms.of_program(jaxpr) if granted else norms.NONE
         self.normalised, self.norms_between, self.norms_multiplied = made
         self.changed = False  # whether anything differs from what was traced
-        self.held: dict[Any, Reason] = {}  # why values that could be low are float32
+        self.why_wide: dict[Any, Reason] = {}  # why values that could be low are float32
 
     def settings_at(self, eqn: Eqn) -> Settings:
         if eqn is not self._last[0]:  # asked several times of each
@@ -117,7 +117,7 @@ class Rounding:
         if state.kind != Kind.LOW:
             return state
         if self.gains_nothing(eqn, read):
-            self.held[var] = reasons.of_no_gain(read)
+            self.why_wide[var] = reasons.of_no_gain(read)
             return states.WIDE
         reason = reasons.of_reader(read) or (reasons.MEETS if read & read_flags.MEET else None)
         if reason is None and self.is_of_unrounded(eqn, var):
@@ -128,7 +128,7 @@ class Rounding:
             reason = self.past_the_range(var, read)
         if reason is None:
             return state
-        self.held[var] = reason
+        self.why_wide[var] = reason
         return states.unrounded(state)
 
     def past_the_range(self, var: Any, read: int) -> Reason | None:
@@ -190,7 +190,7 @@ class Rounding:
             if place is not None:
                 return place
         if state.kind == Kind.WIDE:
-            asked = self.held.get(out) or reasons.of_reader_beside_a_product(read)
+            asked = self.why_wide.get(out) or reasons.of_reader_beside_a_product(read)
             if asked is not None:
                 return asked
         if self.settings.overrides and (by_rule := reasons.of_rule(self.settings, eqn, state)):
