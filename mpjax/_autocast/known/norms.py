@@ -32,10 +32,10 @@ class _Search:
     def __init__(self, eqns: Sequence[Eqn]):
         self.eqns = eqns
         self.statistics: set[Any] = set()
-        self.roots: set[Any] = set()  # 1 / sqrt of a statistic, or sqrt
+        self.square_roots: set[Any] = set()  # 1 / sqrt of a statistic, or sqrt
         self.repeated: set[Any] = set()  # by a broadcast, as a shift is
         self.normalised: set[Any] = set()
-        self.leading: set[Any] = set()  # statistics, roots and what is normalised
+        self.leading: set[Any] = set()  # statistics, their roots and what is normalised
 
     def made(self) -> frozenset[Any]:
         """Returns what the pass finds."""
@@ -57,11 +57,11 @@ class _Search:
         elif self.leading.isdisjoint(operands) and structure.single_program(eqn) is None:
             return
         elif name == "rsqrt" and operands[0] in self.statistics:
-            self.roots.add(out)
+            self.square_roots.add(out)
         elif self.statistics.issuperset(operands) and (name in traits.OF_TOTALS or only_moves(eqn)):
-            (self.roots if name == "sqrt" else self.statistics).add(out)
-        elif self.roots.issuperset(operands) and only_moves(eqn):
-            self.roots.add(out)
+            (self.square_roots if name == "sqrt" else self.statistics).add(out)
+        elif self.square_roots.issuperset(operands) and only_moves(eqn):
+            self.square_roots.add(out)
         elif self.is_normalised(eqn, name, operands):
             self.normalised.add(out)
         else:
@@ -75,7 +75,7 @@ class _Search:
             return self.is_function_of_a_norm(eqn, operands, ready)
         if name in traits.SCALES:
             scales = [v for v in eqn.invars if compat.is_literal(v) or v.aval.ndim == 0]
-            return not scales and bool(ready or self.roots.intersection(operands))
+            return not scales and bool(ready or self.square_roots.intersection(operands))
         if name in traits.SHIFTS:
             shape = eqn.outvars[0].aval.shape
             others = [v for v in operands if v not in self.normalised]

@@ -37,14 +37,14 @@ class Role(enum.Flag):
     WEIGHT = enum.auto()  # raw, and another one in each iteration
     CARRIED = enum.auto()  # made of the carry, by no product yet
     SUMMED = enum.auto()  # likewise, and a sum or a maximum took part
-    ROOT = enum.auto()  # likewise, and the root of such a sum
+    SQUARE_ROOT = enum.auto()  # likewise, and the root of such a sum
     NORMED = enum.auto()  # likewise, and scaled by such a root
     LAYER = enum.auto()  # made of a product of the normed carry with a weight
 
 
 Roles = tuple[Role, ...]
-_MADE = Role.CARRIED | Role.SUMMED | Role.ROOT | Role.NORMED | Role.LAYER | Role.COUNTER
-_ROOTS = ("sqrt", "rsqrt", "pow")
+_MADE = Role.CARRIED | Role.SUMMED | Role.SQUARE_ROOT | Role.NORMED | Role.LAYER | Role.COUNTER
+_SQUARE_ROOTS = ("sqrt", "rsqrt", "pow")
 
 
 def _is_stream(body: Any, consts: int, carries: int, place: int) -> bool:
@@ -107,9 +107,9 @@ def _towards_a_norm(name: str, made: Role) -> Role:
     """
     if name in traits.TOTALS:
         return Role.SUMMED
-    if name in _ROOTS and Role.SUMMED in made:
-        return Role.ROOT
-    return Role.NORMED if name in traits.SCALES and Role.ROOT in made else Role.NONE
+    if name in _SQUARE_ROOTS and Role.SUMMED in made:
+        return Role.SQUARE_ROOT
+    return Role.NORMED if name in traits.SCALES and Role.SQUARE_ROOT in made else Role.NONE
 
 
 def _is_layer(eqn: Eqn, operands: Roles) -> bool:
