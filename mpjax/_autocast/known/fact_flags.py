@@ -51,15 +51,15 @@ SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 _MOST_WEIGHTS = 1 << 12
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
-_KEEP_SUMS = traits.ADDS | traits.SCALES | traits.POWERS | traits.LIMITS | traits.ACCUMULATES
+_PRESERVE_SUMS = traits.ADDS | traits.SCALES | traits.POWERS | traits.LIMITS | traits.ACCUMULATES
 _MOVE_SUMS = MOVES | traits.ACROSS | traits.COMPLEX | {"neg", "convert_element_type"}
-FUNCTIONS = (traits.OF_FEW | traits.LOOKS) - _KEEP_SUMS - _MOVE_SUMS
+FUNCTIONS = (traits.OF_FEW | traits.LOOKS) - _PRESERVE_SUMS - _MOVE_SUMS
 """A function of a sum is no sum, and has no offset of it; others move elements, or add up."""
 _END_A_STREAM = FUNCTIONS | PRODUCTS
 _MAKE_A_SIGN = FUNCTIONS | PRODUCTS | traits.POWERS | traits.ADDS
 _REPEATING = traits.ADDS | traits.SCALES
-_KEEP_ENTERED = (MOVES | traits.OF_FEW | traits.JOINS | traits.UPDATES) - traits.SATURATES
-_KEEP_DERIVED = MOVES - traits.STATISTIC
+_PRESERVE_ENTERED = (MOVES | traits.OF_FEW | traits.JOINS | traits.UPDATES) - traits.SATURATES
+_PRESERVE_DERIVED = MOVES - traits.STATISTIC
 
 
 def union(facts: Sequence[Any]) -> tuple[int, int]:
@@ -83,11 +83,11 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
     name = eqn.primitive.name
     flags = some & PRODUCT | signs(eqn, floats)
     if name not in PRODUCTS:
-        flags |= some & (CARRY | ENTERED if name in _KEEP_ENTERED else CARRY)
+        flags |= some & (CARRY | ENTERED if name in _PRESERVE_ENTERED else CARRY)
     if name not in _END_A_STREAM:
         joins = name in traits.ADDS and joins_a_stream(floats)
         flags |= STREAM if joins else some & STREAM
-    if name in _KEEP_DERIVED:
+    if name in _PRESERVE_DERIVED:
         flags |= some & DERIVED
     if some & CONSTANT:
         some, every = union([f for f in floats if not f.flags & CONSTANT])

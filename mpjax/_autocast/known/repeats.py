@@ -21,8 +21,8 @@ from mpjax._jaxpr.sizes import is_number, size
 _EVERY = -1
 _MOST = 8
 _PUT_TOGETHER = traits.PUTS_TOGETHER | traits.UPDATES
-_KEEP_AXES = MOVES | _PUT_TOGETHER | traits.ACROSS | {"reduce_window_sum"}
-_KEEP_ADDED = traits.ADDS | traits.POWERS | traits.LIMITS | traits.COMPLEX
+_PRESERVE_AXES = MOVES | _PUT_TOGETHER | traits.ACROSS | {"reduce_window_sum"}
+_PRESERVE_ADDED = traits.ADDS | traits.POWERS | traits.LIMITS | traits.COMPLEX
 _STARTS = traits.ADDS | {"broadcast_in_dim"}
 _ELEMENTWISE = traits.OF_FEW - MOVES - _PUT_TOGETHER
 
@@ -125,7 +125,7 @@ def _elementwise(eqn: Eqn, floats: Sequence[tuple[Any, Any]], *, cancels: bool) 
     if name in traits.SCALES:
         factors = zip((f for _, f in floats), beside, strict=True)
         return along, _scaled(added, factors, out.aval.shape)
-    if name not in _KEEP_ADDED:
+    if name not in _PRESERVE_ADDED:
         return along, frozenset()
     if name in traits.ADDS and any(f.flags & PRODUCT for _, f in floats):
         for (_, f), bits in zip(floats, beside, strict=True):
@@ -237,7 +237,7 @@ def _axes_of(eqn: Eqn, atom: Any, along: int) -> int | None:
     if name == "stack" or (name in traits.GATHERS and len(before) < len(after)):
         axis = params["axis" if name == "stack" else "all_gather_dimension"]
         return along & ~(_EVERY << axis) | 1 << axis | along >> axis << axis + 1
-    is_move = name in _KEEP_AXES or totals.is_along_one(eqn)
+    is_move = name in _PRESERVE_AXES or totals.is_along_one(eqn)
     return along if is_move and len(before) == len(after) else None
 
 
