@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mpjax._autocast.arrange import groups, plan
+from mpjax._autocast.arrange import groups, handed, plan
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.attention import steps as attention_steps
 from mpjax._autocast.attention import under_plan
@@ -80,6 +80,7 @@ def arranged(decided: Decided) -> Plan:
     multiplied = frozenset(v for v, read in decided.reads.items() if read & read_flags.PRODUCT)
     steps = groups.schedule(closed.jaxpr, fused, decided.states, decided.out_states, multiplied)
     steps = attention_steps.attended(closed.jaxpr, closed.consts, decisions, decided.states, steps)
+    steps = handed.on(closed.jaxpr, steps, decided.states, decided.out_states)
     return plan.of(decided, decisions, steps)
 
 

@@ -112,3 +112,59 @@ def test_law_of_cotangents_those_that_cancel_meet_across_cuts_and_moves(reader, 
         return np.linalg.norm(got - right) / np.linalg.norm(right)
 
     assert error(loss) <= 1.01 * error(functools.partial(loss, cut=None))
+
+
+def _stacked(fun):
+    def run(*xs):
+        _, outs = lax.scan(lambda c, x: (c, fun(*x)), 0, jax.tree.map(lambda x: x[None], xs))
+        return jax.tree.map(lambda x: x[0], outs)
+
+    return run
+
+
+PARTS = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "barrier": lambda fun: lambda *xs: lax.optimization_barrier(fun(*lax.optimization_barrier(xs))),
+    "cond": lambda fun: lambda *xs: lax.cond(xs[0][0, 0] < 1e9, fun, fun, *xs),
+    "scan": _stacked,
+}
+OFFSET = (10 + X).astype(np.float32)
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("cut", ["behind the mean", "behind all", "before the mean is read"])
+@pytest.mark.parametrize("part", PARTS)
+def test_law_of_cotangents_that_of_a_mean_meets_those_of_its_values(part, cut, policy):
+    """A batch norm, cut: `h - mean(h)` hands back what has no mean, times data of 10."""
+
+    def statistics(x, w):
+        h = x @ w
+        mean = h.mean(0, keepdims=True)
+        return h, mean, jnp.mean((h - mean) ** 2, 0)
+
+    def loss(w, part=PARTS[part]):
+        def of(name, fun):
+            return part(fun) if name == cut else fun
+
+        x = jnp.asarray(OFFSET, w.dtype)
+        if cut == "behind all":
+            h, mean, spread = part(statistics)(x, w)
+        else:
+            h, mean = of("behind the mean", lambda x, w: statistics(x, w)[:2])(x, w)
+            spread = None
+
+        def normed(h, mean):
+            c = h - mean
+            return c * lax.rsqrt((jnp.mean(c**2, 0) if spread is None else spread) + 1e-5)
+
+        normed = of("before the mean is read", normed)(h, mean)
+        return jnp.sum(jnp.tanh(normed) * jnp.asarray(X[:, :6] + 3, w.dtype))
+
+    (right,) = exactly(jax.grad(loss), W)
+
+    def error(fun):
+        (got,) = run(jax.grad(mpjax.autocast(fun, policy)), W)
+        return np.linalg.norm(got - right) / np.linalg.norm(right)
+
+    assert error(loss) <= 1.5 * error(functools.partial(loss, part=lambda fun: fun))
