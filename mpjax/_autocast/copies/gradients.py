@@ -26,9 +26,12 @@ _ASKED = read_flags.CANCELS | read_flags.BELOW | read_flags.DIFFERENCE
 """Flags of a function's results that hold for those of its rules too."""
 
 
+_CANCEL = read_flags.CANCELS | read_flags.SOLUTION
+
+
 def cancelling(decided: Decided) -> Iterator[Eqn]:
     """Yields the products of a program, also inside, that are terms of a sum that cancels."""
-    return (made.eqn for made, read in products(decided) if read & read_flags.CANCELS)
+    return (made.eqn for made, read in products(decided) if read & _CANCEL)
 
 
 def asked(visits: Sequence[Visit]) -> set[tuple[Any, int]]:
@@ -39,7 +42,7 @@ def asked(visits: Sequence[Visit]) -> set[tuple[Any, int]]:
         eqn = visit.decision.eqn
         if scopes.is_transposed(eqn):
             backward.append(visit)
-        elif visit.read & read_flags.CANCELS:
+        elif visit.read & _CANCEL:
             operands.setdefault(_axes(eqn), set()).update(visit.operands)
     if not operands:
         return set()

@@ -56,7 +56,7 @@ def decide(
     how, why, low = eight_bits.config(eqn, settings, low, exact=bool(read & read_flags.RUINED))
     operands = [values.state(v) for v in eqn.invars]
     reason = _why_not_low(values, eqn, kind, low)
-    if not reason and (flag := conditioned.keeps_from_low(eqn, read)):
+    if not reason and (flag := conditioned.keeps_from_low(read)):
         reason = reasons.of_product(flag)
         values.changed = True  # it has a row, and equals others
     if reason:

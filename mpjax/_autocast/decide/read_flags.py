@@ -53,6 +53,14 @@ RESULT = 1 << 19
 """As `NEAR`, and the product's own result is not rounded either: a logarithm reads `1 - e / e.sum`,
 where the sum is a product with ones, or the difference of two places of one result.
 """
+SOLUTION = 1 << 25
+"""A product that reads what a solve made, or makes what one reads: its large terms cancel, as in
+`k - a @ solve(b, a.T)`. Or one of which a logarithm reads a transform, as of a spectrum.
+"""
+RELATIVE = 1 << 26
+"""A logarithm reads what a product makes of it: small elements count as much as large ones."""
+SMALL = 1 << 27
+"""A product by a matrix as small as a rotation."""
 
 # -- whose cotangents add up -----------------------------------------------------------------------
 

@@ -27,9 +27,12 @@ from mpjax._autocast.decide.read_flags import (
     NEAR,
     OUTPUT,
     PRODUCT,
+    RELATIVE,
     RESULT,
     RUINED,
     SCALED,
+    SMALL,
+    SOLUTION,
     TESTED,
     UNROUNDED,
     WHOLE,
@@ -71,6 +74,9 @@ def of(
         if out_read and not compat.is_literal(atom):
             reads[atom] = meetings.joined(reads.get(atom, 0), out_read)
     for eqn in reversed(jaxpr.eqns):
+        first = eqn.outvars[0] if eqn.outvars else None
+        if own := conditioned.of_product(eqn, reads.get(first, 0), known):
+            reads[first] = reads.get(first, 0) | own
         outs = [reads.get(v, 0) for v in eqn.outvars]
         out_read = outs[0] if len(outs) == 1 else functools.reduce(operator.or_, outs, 0)
         _add(reads, eqn, out_read, _of_operands(eqn, outs, out_read, others, known), known)
@@ -187,12 +193,14 @@ def _of_product(eqn: Eqn, out_read: int, later: int) -> list[int]:
         return [out_read & passed] * len(eqn.invars)
     if not reasons.has_default_precision(eqn):
         return [later | RUINED] * len(eqn.invars)
-    if conditioned.keeps_from_low(eqn, out_read):
-        return [later | RUINED] * len(eqn.invars)
+    if flag := conditioned.keeps_from_low(out_read):
+        small = flag == SMALL and not out_read & NEAR
+        return [later | (NEAR if small else RUINED | flag & SOLUTION)] * len(eqn.invars)
     if reasons.as_written(eqn) or scopes.is_as_written(eqn):
         return [later] * len(eqn.invars)
-    again = out_read & AGAIN  # equal products are of operands that are rounded alike
-    return [PRODUCT | LATER | FORWARD | WHOLE | again] * 2 + [0] * (len(eqn.invars) - 2)
+    handed_on = out_read & AGAIN  # equal products are of operands that are rounded alike
+    handed_on |= RELATIVE if out_read & (NEAR | RELATIVE) else 0
+    return [PRODUCT | LATER | FORWARD | WHOLE | handed_on] * 2 + [0] * (len(eqn.invars) - 2)
 
 
 def _of_activation(eqn: Eqn, outs: list[int], inside: list[int]) -> list[int]:

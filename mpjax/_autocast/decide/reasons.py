@@ -68,9 +68,11 @@ _OF_PRODUCTS = {
     read_flags.CANCELS: Reason(
         f"added to a sum over the same values, which cancels it: float32{_CAST}", By.READER
     ),
-    read_flags.NEAR: Reason(
-        f"of small matrices, and a distance to a constant is read: float32{_CAST}", By.READER
+    read_flags.SOLUTION: Reason(
+        f"beside a factorisation, a solve or a spectrum, where terms cancel: float32{_CAST}",
+        By.READER,
     ),
+    read_flags.SMALL: Reason(f"by a matrix as small as a rotation: float32{_CAST}"),
 }
 MEETS = Reason("its gradients, of which a loop, a sort or a rule gives one, add up in float32")
 MAXIMUM = Reason("the maximum of float32 rows: exp(x - max(x)) is exactly 1 there")

@@ -11,6 +11,8 @@ import math
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
+FEW = 4
+"""So few terms are no work for a matrix unit."""
 MANY = 1 << 30
 """The number of terms where a dimension is symbolic, or where groups decide."""
 
@@ -29,16 +31,17 @@ def terms(eqn: Eqn) -> int:
     return math.prod(sizes) if all(isinstance(n, int) for n in sizes) else MANY
 
 
-def is_of_small_matrices(eqn: Eqn, most: int) -> bool:
-    """Whether a product is of matrices, or of many, with no axis longer than `most`."""
-    if eqn.primitive.name != "dot_general" or terms(eqn) > most:
-        return False
-    _, batch = eqn.params["dimension_numbers"]
-    shapes = [
-        [n for i, n in enumerate(v.aval.shape) if i not in axes]
-        for v, axes in zip(eqn.invars, batch, strict=True)
-    ]
-    return all(isinstance(n, int) and n <= most for shape in shapes for n in shape)
+def adds_few(eqn: Eqn) -> bool:
+    """Whether a product adds up so few terms that it is no faster in a low dtype."""
+    return eqn.primitive.name == "dot_general" and 1 < terms(eqn) <= FEW
+
+
+def is_short(eqn: Eqn, operand: int) -> bool:
+    """Whether an operand of `adds_few` is a small matrix, or many: one more axis of it is short."""
+    summed, batch = (axes[operand] for axes in eqn.params["dimension_numbers"])
+    shape = eqn.invars[operand].aval.shape
+    free = [n for i, n in enumerate(shape) if i not in (*summed, *batch)]
+    return any(isinstance(n, int) and n <= FEW for n in free)
 
 
 def is_product(eqn: Eqn) -> bool:

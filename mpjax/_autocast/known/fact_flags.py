@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._autocast.known import totals, traits
+from mpjax._autocast.known import contraction, totals, traits
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 from mpjax._jaxpr.sizes import copies
@@ -47,8 +47,15 @@ difference that may have left some of an offset, as `-2 * u + u[1:]`.
 """
 STREAM = 1 << 14
 """It is a sum of values that products made, or of one and data, as a residual stream is."""
+SOLVED = 1 << 15
+"""A factorisation or a solve made it, as `solve(k, y)`, or it is a product of such values alone."""
+ASSEMBLED = 1 << 16
+"""It was put together of parts, as a rotation is of cosines and sines, or is a constant array."""
+STENCIL = 1 << 17
+"""A constant array whose elements add up to 0, as those of a Laplacian: a sum over it subtracts."""
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
+_BALANCED = 1e-6
 _MOST_WEIGHTS = 1 << 12
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
 _PRESERVE_SUMS = traits.ADDS | traits.SCALES | traits.POWERS | traits.LIMITS | traits.ACCUMULATES
@@ -56,6 +63,8 @@ _MOVE_SUMS = MOVES | traits.ACROSS | traits.COMPLEX | {"neg", "convert_element_t
 FUNCTIONS = (traits.OF_FEW | traits.LOOKS) - _PRESERVE_SUMS - _MOVE_SUMS
 """A function of a sum is no sum, and has no offset of it; others move elements, or add up."""
 _END_A_STREAM = FUNCTIONS | PRODUCTS
+_END_A_MATRIX = traits.SATURATES | traits.LOOKS
+_ASSEMBLE = traits.PUTS_TOGETHER & traits.JOINS | traits.UPDATES
 _MAKE_A_SIGN = FUNCTIONS | PRODUCTS | traits.POWERS | traits.ADDS
 _REPEATING = traits.ADDS | traits.SCALES
 _PRESERVE_ENTERED = (MOVES | traits.OF_FEW | traits.JOINS | traits.UPDATES) - traits.SATURATES
@@ -81,7 +90,7 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
       every: those that all have.
     """
     name = eqn.primitive.name
-    flags = some & PRODUCT | signs(eqn, floats)
+    flags = some & PRODUCT | signs(eqn, floats) | _of_matrices(eqn, some, every)
     if name not in PRODUCTS:
         flags |= some & (CARRY | ENTERED if name in _PRESERVE_ENTERED else CARRY)
     if name not in _END_A_STREAM:
@@ -94,8 +103,23 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
     flags |= EXTREME if name in traits.EXTREME else every & EXTREME
     if name in MOVES:
         handed_on = STEP if name in _POOLS else REPEATED | STEP
+        flags |= every & STENCIL
         return flags | some & handed_on | (REPEATED if repeats(eqn) else 0)
+    if some & STENCIL and name in traits.SCALES and any(f.flags & SCALAR for f in floats):
+        flags |= STENCIL
     return flags | STEP if _makes_a_step(eqn, floats) else flags
+
+
+def _of_matrices(eqn: Eqn, some: int, every: int) -> int:
+    """Returns `SOLVED` and `ASSEMBLED`, as far as an operation's results are."""
+    name = eqn.primitive.name
+    if name in traits.SOLVES:
+        return SOLVED
+    if name in _END_A_MATRIX:
+        return 0
+    if name in PRODUCTS:
+        return every & SOLVED | (some if contraction.adds_few(eqn) else every) & ASSEMBLED
+    return some & (SOLVED | ASSEMBLED) | (ASSEMBLED if name in _ASSEMBLE else 0)
 
 
 def signs(eqn: Eqn, floats: Sequence[Any]) -> int:
@@ -128,11 +152,17 @@ def _of_factors(floats: Sequence[Any]) -> int:
 
 
 def of_array(value: Any) -> int:
-    """Returns the sign of a NumPy array that a program holds; one on a device is not read."""
+    """Returns the flags of a NumPy array that a program holds; one on a device is not read."""
     if not isinstance(value, np.ndarray) or not 0 < value.size <= _MOST_WEIGHTS:
-        return 0
-    some = np.asarray(value) < 0
-    return NEGATED if some.all() else EITHER if some.any() else 0
+        return ASSEMBLED
+    array = np.asarray(value)
+    some = array < 0
+    if not some.any():
+        return ASSEMBLED
+    if some.all():
+        return ASSEMBLED | NEGATED
+    balanced = abs(array.sum(dtype=np.float64)) <= _BALANCED * np.abs(array).sum(dtype=np.float64)
+    return ASSEMBLED | EITHER | (STENCIL if balanced else 0)
 
 
 def repeats(eqn: Eqn) -> bool:

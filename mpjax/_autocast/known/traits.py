@@ -78,12 +78,13 @@ all_gather all_gather_invariant         | repeats gathers
 all_gather_reduced                      | gathers
 cumsum cumlogsumexp                     | unforgiving running
 cumprod fft                             | unforgiving
-cholesky lu qr geqrf svd schur eig eigh | unforgiving
-hessenberg householder_product          | unforgiving
-triangular_solve custom_linear_solve    | unforgiving
-tridiagonal tridiagonal_solve           | unforgiving
-cholesky_update geqp3 ormqr             | unforgiving
-symmetric_product spsolve linear_solve  | unforgiving
+cholesky lu qr geqrf svd schur eig eigh | unforgiving solves
+hessenberg householder_product          | unforgiving solves
+triangular_solve custom_linear_solve    | unforgiving solves
+tridiagonal tridiagonal_solve           | unforgiving solves
+cholesky_update geqp3 ormqr             | unforgiving solves
+spsolve linear_solve                    | unforgiving solves
+symmetric_product                       | unforgiving
 debug_callback debug_print              | looks
 """  # fmt: skip  # noqa: E501
 _ROWS = [[part.split() for part in line.split("|")] for line in _TABLE.strip().splitlines()]
@@ -213,6 +214,11 @@ TURNS = _having("turns")
 
 UNFORGIVING = _having("unforgiving")
 """Amplifies what its operand was rounded by: factorisations, running sums, transforms."""
+
+SOLVES = _having("solves")
+"""Factorises a matrix or solves for one: its results are large where the matrix is nearly singular,
+and what is made of them cancels.
+"""
 
 ABSOLUTE = _having("absolute")
 """Sensitive to absolute error: bfloat16 rounds 40.1 to 40, and sin(40.1) is not like sin(40)."""

@@ -132,7 +132,7 @@ WHY = [
         *("add", {}, "f32", "dot_general", "read by cumsum"),
     ),
     (
-        lambda w, x: jnp.log(1.5 + jnp.tile(x, (64, 1)) @ w),
+        lambda w, x: jnp.log(1.5 + jnp.tile(x, (64, 2)) @ jnp.tile(w, (2, 1))),
         "dot_general",
         {},
         "bf16",
@@ -364,22 +364,22 @@ def test_what_a_loop_keeps_is_named_with_its_dtype():
         start = (x, x, jnp.zeros_like(x), x @ w)
         return jax.lax.scan(step, start, jnp.stack([w, w, w, w]))[0]
 
-    rows = explain(fun, "bf16-mixed")(jnp.ones((4, 4)), jnp.ones((2, 4))).rows
+    rows = explain(fun, "bf16-mixed")(jnp.ones((8, 8)), jnp.ones((2, 8))).rows
     carries = [(r.operation, r.dtype, r.reason) for r in rows if "carry" in r.operation]
     assert carries == [
         (
-            "scan carry 0 [2,4]",
+            "scan carry 0 [2,8]",
             "f32",
             "a recurrent state: it reaches itself by sums, not by a product",
         ),
         (
-            "scan carry 1 [2,4]",
+            "scan carry 1 [2,8]",
             "bf16",
             "made anew by a product in each turn",
         ),
-        ("scan carry 2 [2,4]", "f32", "carried in float32: it starts as a constant"),
+        ("scan carry 2 [2,8]", "f32", "carried in float32: it starts as a constant"),
         (
-            "scan carry 3 [2,4]",
+            "scan carry 3 [2,8]",
             "bf16",
             "a residual stream: rounded as in layers without a loop",
         ),

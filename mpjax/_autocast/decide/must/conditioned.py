@@ -22,12 +22,16 @@ from mpjax._autocast.decide.read_flags import (
     FORWARD,
     NEAR,
     OUTPUT,
+    RELATIVE,
     RESULT,
     RUINED,
     SCALED,
+    SMALL,
+    SOLUTION,
     TESTED,
 )
 from mpjax._autocast.known import (
+    contraction,
     differences,
     fact_flags,
     factors,
@@ -37,15 +41,12 @@ from mpjax._autocast.known import (
     totals,
     traits,
 )
-from mpjax._autocast.known.contraction import is_of_small_matrices
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES, PRODUCTS
 from mpjax._jaxpr.sizes import is_float32, is_number
 
-FEW = 4
-"""A product of matrices of this size is geometry, as of rotations; no matrix unit is for it."""
 MUCH = 64.0
 """A value that is scaled by so much may be out of float16's range; caps of logits are by 50."""
 _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
@@ -53,7 +54,9 @@ _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
 _STOP_A_DISTANCE = _STOP_A_DIFFERENCE | traits.SATURATES
 """Through all others a distance that is read of results is read of operands, too."""
 _WITHOUT_A_CLASS = traits.LOOKS | traits.HANDS_ON
-_HANDED_ON = NEAR | CANCELS | RUINED | DIFFERENCE | AGAIN | RESULT
+_HAND_ON_A_MATRIX = traits.HANDS_ON | traits.POWERS | {"abs"}
+"""Through these alone what is solved for, or transformed, is a product's result: no relu."""
+_HANDED_ON = NEAR | CANCELS | RUINED | DIFFERENCE | AGAIN | RESULT | SOLUTION | RELATIVE
 
 
 def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
@@ -80,6 +83,8 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         read |= CANCELS
     if name in traits.OF_FEW or totals.is_along_one(eqn):
         read |= out_read & RUINED
+    if name in _HAND_ON_A_MATRIX:
+        read |= out_read & (RELATIVE if name == "abs" else RELATIVE | SOLUTION)
     return read
 
 
@@ -102,6 +107,8 @@ def _is_compared(aval: Any) -> bool:
 def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     """Returns how an operation reads its operands, whoever reads its results."""
     name = eqn.primitive.name
+    if name in traits.SOLVES or (name == "fft" and out_read & (NEAR | RELATIVE)):
+        return SOLUTION
     if name in traits.ANGLES or name in traits.DISTANCES:
         return NEAR | RESULT
     if name in factors.MULTIPLY:
@@ -231,8 +238,26 @@ def _adds_a_point(eqn: Eqn, known: facts.Facts) -> bool:
     return not any(facts.of_atom(v, known).flags & fact_flags.STEP for v in eqn.invars)
 
 
-def keeps_from_low(eqn: Eqn, read: int) -> int:
-    """Returns the flag of a reader for whose sake a product is not made low, or 0."""
-    if read & (TESTED | CANCELS):
-        return TESTED if read & TESTED else CANCELS
-    return NEAR if read & NEAR and is_of_small_matrices(eqn, FEW) else 0
+def of_product(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
+    """Returns the flags of what is beside a product: a factorisation, a spectrum, a small matrix.
+
+    As `k - a @ solve(b, a.T)`, a variance, and `v @ diag(1 / w) @ v.T`: the more singular a matrix
+    is, the larger are the terms that cancel. And a transform by constants, as `x @ waves`, cancels
+    what a logarithm of its spectrum reads, as a stencil does. What turns and projects points is
+    put together, as a rotation, or a constant, as a camera: no work for a matrix unit.
+    """
+    if eqn.primitive.name not in PRODUCTS:
+        return 0
+    first, second = flags = [facts.of_atom(v, known).flags for v in eqn.invars[:2]]
+    if (first | second) & (fact_flags.SOLVED | fact_flags.STENCIL):
+        return SOLUTION
+    if not contraction.adds_few(eqn):
+        return 0
+    assembled = [i for i, f in enumerate(flags) if f & fact_flags.ASSEMBLED]
+    is_matrix = any(contraction.is_short(eqn, i) for i in assembled)
+    return SMALL if is_matrix or out_read & RESULT else 0
+
+
+def keeps_from_low(read: int) -> int:
+    """Returns the flag for whose sake a product is not made low, or 0."""
+    return next((f for f in (TESTED, CANCELS, SOLUTION, SMALL) if read & f), 0)

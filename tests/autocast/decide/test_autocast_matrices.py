@@ -1,0 +1,207 @@
+"""Linear algebra, geometry and spectra: a loss that is written with products keeps them float32.
+
+A user who casts by hand casts the network, and leaves the loss in float32. So the errors of
+autocast are compared with those of that cast, and both with float64.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpjax
+
+_RNG = np.random.default_rng(3)
+
+
+def _normal(*shape, scale=1.0):
+    return (scale * _RNG.normal(size=shape)).astype(np.float32)
+
+
+pytestmark = pytest.mark.standard_promotion("losses are run in float64 too, with float32 arrays")
+LOW = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
+WAYS = {
+    "uncut": lambda fun: fun,
+    "checkpoint": jax.checkpoint,
+    "barrier": lambda fun: lambda *xs: lax.optimization_barrier(fun(*lax.optimization_barrier(xs))),
+    "cond": lambda fun: lambda *xs: lax.cond(xs[0].ravel()[0] < 1e9, fun, fun, *xs),
+}
+
+
+def _kernel(a, b):
+    return jnp.exp(-0.5 * jnp.sum((a[:, None] - b[None]) ** 2, -1))
+
+
+def _posterior(z, cut):
+    """A Gaussian process: how likely the last points are, given the first."""
+    old, new = z[:40, :2], z[40:, :2]
+    y = jnp.asarray(TARGETS, z.dtype)
+    factor = jnp.linalg.cholesky(_kernel(old, old) + 1e-3 * jnp.eye(len(old)))
+
+    def moments(factor, old, new):
+        across = _kernel(new, old)
+        mean = across @ jax.scipy.linalg.cho_solve((factor, True), y[:40])
+        spread = across @ jax.scipy.linalg.cho_solve((factor, True), across.T)
+        return mean, 1.001 - jnp.diag(spread)
+
+    mean, spread = cut(moments)(factor, old, new)
+    return jnp.mean(0.5 * jnp.log(spread) + 0.5 * (y[40:] - mean) ** 2 / spread)
+
+
+def _inverse_root(matrix):
+    values, vectors = jnp.linalg.eigh(matrix)
+    return vectors @ jnp.diag(values**-0.5) @ vectors.T
+
+
+def _whitened(z, cut):
+    """Two views' canonical correlations."""
+    a, b = z[:, :4] - z[:, :4].mean(0), z[:, 4:] - z[:, 4:].mean(0)
+    ridge = 1e-3 * jnp.eye(4)
+
+    def correlations(a, b):
+        roots = [_inverse_root(v.T @ v / len(v) + ridge) for v in (a, b)]
+        return [roots[0] @ (a.T @ b / len(a)) @ roots[1]]
+
+    (between,) = cut(correlations)(a, b)
+    return -jnp.sum(jnp.sqrt(jnp.linalg.eigvalsh(between.T @ between + 1e-6 * jnp.eye(4))))
+
+
+def _log_spectrum(filters):
+    def loss(z, cut):
+        """Sines, whose amplitudes a network gives; their spectrum is compared with another one."""
+        phases = 2 * np.pi * FREQUENCIES * np.arange(512)[None]
+        sines = jnp.asarray(np.sin(phases[..., None] * np.arange(1, 9)), z.dtype)
+
+        def signal(z):
+            return [jnp.einsum("bk,btk->bt", jax.nn.softplus(z), sines)]
+
+        def logs(y):
+            spectrum = jnp.abs(jnp.fft.rfft(y.reshape(64, -1, 128) * jnp.hanning(128))) ** 2
+            return jnp.log((spectrum @ jnp.asarray(MEL, y.dtype) if filters else spectrum) + 1e-5)
+
+        (y,) = cut(signal)(z)
+        return jnp.mean(jnp.abs(logs(y) - logs(jnp.asarray(SIGNAL, z.dtype))))
+
+    return loss
+
+
+def _rotation(angle):
+    length = jnp.sqrt(jnp.sum(angle**2) + 1e-12)
+    x, y, z = angle / length
+    o = jnp.zeros_like(x)
+    cross = jnp.stack([jnp.stack([o, -z, y]), jnp.stack([z, o, -x]), jnp.stack([-y, x, o])])
+    return jnp.eye(3) + jnp.sin(length) * cross + (1 - jnp.cos(length)) * (cross @ cross)
+
+
+def _projected(z, cut):
+    """Poses from a network: how far pixels are from where they should be."""
+
+    def pixels(pose):
+        def move(pose):
+            return [jnp.asarray(POINTS, pose.dtype) @ _rotation(pose[:3]).T + pose[3:6]]
+
+        (moved,) = cut(move)(pose)
+        at = moved @ jnp.asarray(CAMERA, pose.dtype).T
+        return at[:, :2] / at[:, 2:]
+
+    poses = 0.1 * jnp.asarray(TARGETS, z.dtype)[:, None] + 0.01 * z
+    return jnp.mean(jnp.abs(jax.vmap(pixels)(poses) - jax.vmap(pixels)(poses + 1e-3)))
+
+
+def _filtered(z, cut):
+    """A Kalman filter of the outputs of a network, whose prior knows nothing."""
+    step, seen = jnp.array([[1.0, 0.1], [0.0, 1.0]]), jnp.array([[1.0, 0.0]])
+
+    def filtered(ys):
+        def turn(carry, y):
+            mean, spread = carry
+            mean, spread = step @ mean, step @ spread @ step.T + 0.01 * jnp.eye(2)
+            around = seen @ spread @ seen.T + 0.02
+            gain = spread @ seen.T @ jnp.linalg.inv(around)
+            off = y - seen @ mean
+            cost = off @ jnp.linalg.solve(around, off) + jnp.log(jnp.linalg.det(around))
+            return (mean + gain @ off, (jnp.eye(2) - gain @ seen) @ spread), cost
+
+        return [lax.scan(turn, (jnp.zeros(2), 1e3 * jnp.eye(2)), ys[:, None])[1]]
+
+    (costs,) = cut(filtered)(z[:, 0])
+    return costs.mean()
+
+
+def _features(z, cut):
+    """Fourier features of places in an image, whose frequencies are data."""
+    places, waves = jnp.asarray(PLACES, z.dtype), jnp.asarray(WAVES, z.dtype)
+    (made,) = cut(lambda p, w: [jnp.sin(2 * jnp.pi * (p @ w))])(places, waves)
+    return jnp.mean((z * made[:, :8] - 1) ** 2)
+
+
+def _diffused(z, cut):
+    """Twenty steps of heat, in kelvin, and a network's heating."""
+    stencil = np.array([[0, 1, 0], [1, -4, 1], [0, 1, 0]], z.dtype)[None, None]
+    u = 288 + jnp.asarray(TARGETS, z.dtype)[:, None] * jnp.ones(8)
+
+    def turn(u, _):
+        padded = jnp.pad(u, 1, mode="edge")[None, None]
+        return u + 0.1 * cut(lambda u: [lax.conv(u, stencil, (1, 1), "VALID")])(padded)[0][
+            0, 0
+        ], None
+
+    out, _ = lax.scan(turn, u + 0.01 * z, None, length=20)
+    return jnp.mean((out - 288 - jnp.asarray(TARGETS, z.dtype).mean()) ** 2)
+
+
+X, U, D = _normal(64, 6), _normal(6, 32, scale=0.5), _normal(32, 8, scale=0.25)
+TARGETS = _normal(64)
+FREQUENCIES = _RNG.uniform(0.01, 0.03, (64, 1))
+SIGNAL = np.sin(2 * np.pi * FREQUENCIES * np.arange(512)).astype(np.float32)
+MEL = np.maximum(0, 1 - np.abs(np.linspace(0, 11, 65)[:, None] - np.arange(12))).astype(np.float32)
+POINTS = _RNG.uniform(-1, 1, (12, 3)).astype(np.float32) + np.array([0, 0, 6], np.float32)
+CAMERA = np.array([[1000, 0, 960], [0, 1000, 540], [0, 0, 1]], np.float32)
+PLACES, WAVES = (_RNG.integers(0, 512, (64, 2)) / 512).astype(np.float32), _normal(2, 16, scale=20)
+
+LOSSES = {
+    "a posterior": _posterior,
+    "canonical correlations": _whitened,
+    "a log spectrum": _log_spectrum(filters=False),
+    "a log mel spectrum": _log_spectrum(filters=True),
+    "pixels of moved points": _projected,
+    "a Kalman filter": _filtered,
+    "Fourier features": _features,
+    "diffused heat": _diffused,
+}
+
+
+def _network(u, d, x):
+    return jnp.tanh(x @ u) @ d
+
+
+@pytest.mark.parametrize("policy", LOW)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_law_of_matrices_the_errors_are_those_of_a_network_cast_by_hand(name, way, policy):
+    def loss(u, d, x, low=None, way=way):
+        cast = [a if low is None else a.astype(low) for a in (u, d, x)]
+        return LOSSES[name](_network(*cast).astype(u.dtype), WAYS[way])
+
+    def by_hand(*args):
+        return loss(*args, low=LOW[policy], way="uncut")
+
+    with jax.enable_x64(True):
+        right = _both(loss)(*(jnp.asarray(a, jnp.float64) for a in (U, D, X)))
+
+    def errors(fun):
+        value, *gradients = [
+            np.linalg.norm(a - b) / np.linalg.norm(b)
+            for a, b in zip(_both(fun)(U, D, X), right, strict=True)
+        ]
+        return value, max(gradients)
+
+    hand = [max(e, floor) for e, floor in zip(errors(by_hand), (2**-8, 2**-7), strict=True)]
+    got = errors(mpjax.autocast(loss, policy))
+    assert all(a <= 2 * b for a, b in zip(got, hand, strict=True)), (got, hand)
+
+
+def _both(loss):
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    return lambda *args: [np.asarray(a, np.float64) for a in jax.tree.leaves(run(*args))]
