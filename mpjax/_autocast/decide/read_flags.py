@@ -72,6 +72,8 @@ SUMMED, SHARED = 1 << 22, 1 << 23
 """A sum over devices is made of it, or of a statistic of it."""
 MEET = 1 << 24
 """Several readers give it cotangents, one of them apart: they add up in float32."""
+TURNS = 1 << 28
+"""Each turn of a loop reads it, and gives it a cotangent: `MEET`, also where a product reads it."""
 
 UNROUNDED = RUINED | NEAR | TESTED | CANCELS | BELOW | DIFFERENCE | AGAIN | RESULT
 """Where one of these is set, the value is float32 for that reader, whatever lies between."""
@@ -79,4 +81,4 @@ SPOILED = OUTPUT | ACCUMULATOR | ABSOLUTE | UNROUNDED
 """Where one of these is set, the value is not rounded because a product reads it too."""
 AT_THE_END = OUTPUT | GRADIENT
 """Asked of the last carry of a loop, not of each."""
-COTANGENTS = READ | APART | SUMMED | SHARED | MEET
+COTANGENTS = READ | APART | SUMMED | SHARED | MEET | TURNS

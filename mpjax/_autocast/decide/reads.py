@@ -24,9 +24,11 @@ from mpjax._autocast.decide.read_flags import (
     FORWARD,
     GRADIENT,
     LATER,
+    MEET,
     NEAR,
     OUTPUT,
     PRODUCT,
+    READ,
     RELATIVE,
     RESULT,
     RUINED,
@@ -34,6 +36,7 @@ from mpjax._autocast.decide.read_flags import (
     SMALL,
     SOLUTION,
     TESTED,
+    TURNS,
     UNROUNDED,
     WHOLE,
 )
@@ -95,10 +98,13 @@ def _add(
     backward = place.is_transposed
     hands_on = backward or only_moves(eqn) or structure.is_call(eqn)
     own, handed_on = meetings.how_read(eqn, place, out_read)
-    for atom, operand_read in zip(eqn.invars, operand_reads, strict=True):
+    repeated = meetings.in_each_turn(eqn)
+    for i, (atom, operand_read) in enumerate(zip(eqn.invars, operand_reads, strict=True)):
         if compat.is_literal(atom):
             continue
         read = operand_read & ~COTANGENTS
+        if i in repeated and operand_read & READ:
+            read |= MEET | TURNS
         if is_float32(atom):
             read |= operand_read & handed_on | own
         if backward:

@@ -168,3 +168,37 @@ def test_law_of_cotangents_that_of_a_mean_meets_those_of_its_values(part, cut, p
         return np.linalg.norm(got - right) / np.linalg.norm(right)
 
     assert error(loss) <= 1.5 * error(functools.partial(loss, part=lambda fun: fun))
+
+
+def _each_turn_multiplies(made, h):
+    return lax.scan(lambda h, _: (h @ made, None), h, None, length=100)[0]
+
+
+def _each_turn_adds(made, h):
+    return lax.scan(lambda h, _: (h + made + made**2, None), h, None, length=100)[0]
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    "around", [lambda fun: fun, jax.jit, jax.checkpoint], ids=["", "jit", "remat"]
+)
+@pytest.mark.parametrize("loop", [_each_turn_multiplies, _each_turn_adds])
+def test_law_of_cotangents_those_of_all_turns_add_up_before_they_are_rounded(loop, around, policy):
+    """All turns of a loop read a softmax, whose derivative takes off what its rows share."""
+
+    def loss(w, low=None):
+        x = jnp.asarray(X[:6], w.dtype)
+        z = x @ w if low is None else (x.astype(low) @ w.astype(low)).astype(w.dtype)
+        made = jax.nn.softmax(z)
+        looped = around(loop)(made, jnp.ones_like(made))
+        return jnp.sum(jnp.log(looped) * jnp.asarray(np.arange(3.0, 9.0), w.dtype))
+
+    (right,) = exactly(jax.grad(loss), W)
+
+    def error(fun):
+        (got,) = run(jax.grad(fun), W)
+        return np.linalg.norm(got - right) / np.linalg.norm(right)
+
+    low = mpjax.get_policy(policy).compute_dtype
+    by_hand = error(functools.partial(loss, low=low))
+    assert error(mpjax.autocast(loss, policy)) <= 2 * max(by_hand, 4 * float(jnp.finfo(low).eps))

@@ -19,4 +19,4 @@ def may_be_low(state: State, read: int) -> bool:
     """
     if state.kind != Kind.WIDE or state.pure or state.kept:
         return False
-    return bool(read & read_flags.PRODUCT) and not read & read_flags.SPOILED
+    return bool(read & read_flags.PRODUCT) and not read & (read_flags.SPOILED | read_flags.TURNS)

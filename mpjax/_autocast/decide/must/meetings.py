@@ -14,6 +14,8 @@ the values that it was taken of are there already, as in batch norm over devices
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mpjax._autocast.decide.read_flags import APART, COTANGENTS, MEET, READ, SHARED, SUMMED
 from mpjax._autocast.known import fusible, scopes, totals, traits
 from mpjax._jaxpr import structure
@@ -53,6 +55,16 @@ def how_read(eqn: Eqn, place: scopes.Scope, out_read: int) -> tuple[int, int]:
     if structure.is_call(eqn) and not own & APART:
         return 0, COTANGENTS
     return own, 0
+
+
+def in_each_turn(eqn: Eqn) -> Sequence[int]:
+    """Returns the places of operands that each turn of a `scan` reads anew: each gives a cotangent.
+
+    JAX adds these up in the dtype of the operand.
+    """
+    if eqn.primitive.name != "scan" or eqn.params["length"] == 1:
+        return ()
+    return structure.loop_operands(eqn, range(len(eqn.invars))).consts
 
 
 def _towards_devices(eqn: Eqn, out_read: int) -> int:
