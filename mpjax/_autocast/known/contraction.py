@@ -7,6 +7,7 @@ a row, adds nothing up: it is elementwise, and its operands need not be rounded.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
@@ -36,12 +37,16 @@ def adds_few(eqn: Eqn) -> bool:
     return eqn.primitive.name == "dot_general" and 1 < terms(eqn) <= FEW
 
 
-def is_short(eqn: Eqn, operand: int) -> bool:
-    """Whether an operand of `adds_few` is a small matrix, or many: one more axis of it is short."""
+def free_axes(eqn: Eqn, operand: int) -> list[Any]:
+    """Returns the sizes of the axes of a `dot_general`'s operand that stay in its result alone."""
     summed, batch = (axes[operand] for axes in eqn.params["dimension_numbers"])
     shape = eqn.invars[operand].aval.shape
-    free = [n for i, n in enumerate(shape) if i not in (*summed, *batch)]
-    return any(isinstance(n, int) and n <= FEW for n in free)
+    return [n for i, n in enumerate(shape) if i not in (*summed, *batch)]
+
+
+def is_short(size: Any) -> bool:
+    """Whether an axis is as short as those of a rotation."""
+    return isinstance(size, int) and size <= FEW
 
 
 def is_product(eqn: Eqn) -> bool:

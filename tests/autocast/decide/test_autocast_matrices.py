@@ -151,6 +151,21 @@ def _diffused(z, cut):
     return jnp.mean((out - 288 - jnp.asarray(TARGETS, z.dtype).mean()) ** 2)
 
 
+def _expected(z, cut):
+    """The mean place of a peak, in pixels, whose logits a network gives; and a table's prices."""
+
+    def places(z):
+        return [jax.nn.softmax(3 * z) @ jnp.asarray(CORNERS, z.dtype)]
+
+    chosen = jax.nn.one_hot(np.arange(64) % 8, 8, dtype=z.dtype)
+    (at,) = cut(places)(z)
+    prices = chosen @ jnp.asarray(PRICES, z.dtype)
+    right = np.asarray(PRICES)[np.arange(64) % 8] + 1
+    return jnp.mean(jnp.abs(at - 70)) + jnp.mean(
+        (prices + z[:, 0] - jnp.asarray(right, z.dtype)) ** 2
+    )
+
+
 X, U, D = _normal(64, 6), _normal(6, 32, scale=0.5), _normal(32, 8, scale=0.25)
 TARGETS = _normal(64)
 FREQUENCIES = _RNG.uniform(0.01, 0.03, (64, 1))
@@ -158,6 +173,8 @@ SIGNAL = np.sin(2 * np.pi * FREQUENCIES * np.arange(512)).astype(np.float32)
 MEL = np.maximum(0, 1 - np.abs(np.linspace(0, 11, 65)[:, None] - np.arange(12))).astype(np.float32)
 POINTS = _RNG.uniform(-1, 1, (12, 3)).astype(np.float32) + np.array([0, 0, 6], np.float32)
 CAMERA = np.array([[1000, 0, 960], [0, 1000, 540], [0, 0, 1]], np.float32)
+CORNERS = _RNG.integers(64, 80, (8, 2)).astype(np.float32)
+PRICES = (1e4 + 30 * _RNG.normal(size=8)).astype(np.float32)
 PLACES, WAVES = (_RNG.integers(0, 512, (64, 2)) / 512).astype(np.float32), _normal(2, 16, scale=20)
 
 LOSSES = {
@@ -169,6 +186,7 @@ LOSSES = {
     "a Kalman filter": _filtered,
     "Fourier features": _features,
     "diffused heat": _diffused,
+    "expected places, and prices": _expected,
 }
 
 

@@ -248,14 +248,22 @@ def of_product(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     """
     if eqn.primitive.name not in PRODUCTS:
         return 0
-    first, second = flags = [facts.of_atom(v, known).flags for v in eqn.invars[:2]]
-    if (first | second) & (fact_flags.SOLVED | fact_flags.STENCIL):
+    operands = [facts.of_atom(v, known) for v in eqn.invars[:2]]
+    some, _ = fact_flags.union(operands)
+    if some & (fact_flags.SOLVED | fact_flags.STENCIL):
         return SOLUTION
-    if not contraction.adds_few(eqn):
+    if eqn.primitive.name != "dot_general":
         return 0
-    assembled = [i for i, f in enumerate(flags) if f & fact_flags.ASSEMBLED]
-    is_matrix = any(contraction.is_short(eqn, i) for i in assembled)
-    return SMALL if is_matrix or out_read & RESULT else 0
+    small = any(_is_small(eqn, i, fact) for i, fact in enumerate(operands))
+    return SMALL if small or (out_read & RESULT and contraction.adds_few(eqn)) else 0
+
+
+def _is_small(eqn: Eqn, place: int, fact: facts.Fact) -> bool:
+    """Whether an operand is a rotation, a camera, or constant coordinates of few dimensions."""
+    short = list(map(contraction.is_short, contraction.free_axes(eqn, place)))
+    if contraction.adds_few(eqn):
+        return any(short) and bool(fact.flags & fact_flags.ASSEMBLED)
+    return place == 1 and all(short) and roots.are_constants(fact.roots)  # left: a small batch
 
 
 def keeps_from_low(read: int) -> int:
