@@ -114,12 +114,12 @@ def test_a_cast_of_the_function_itself_is_not_to_be_mended_by_a_policy(policy, d
 
 def low_alone(w, x):
     with jax.named_scope("norm"):
-        small = (x @ w * 1e-5) @ jnp.ones((4, 4))  # 0 in float16
+        small = (x @ w * 1e-5) @ jnp.ones((8, 8))  # 0 in float16
         return jnp.mean(jnp.log(small)) * 1e-4
 
 
 def cause_of_low_alone(policy):
-    args = jnp.full((4, 4), 1e-4), jnp.abs(jnp.asarray(X)) + 1
+    args = jnp.full((4, 8), 1e-4), jnp.abs(jnp.asarray(X)) + 1
     return diagnose(low_alone, policy, loss_scale=1)(*args).cause
 
 

@@ -21,13 +21,14 @@ from mpjax._autocast.decide.read_flags import (
     FORWARD,
     LATER,
     NEAR,
+    SOLUTION,
     STACKED,
     TESTED,
     UNROUNDED,
     WHOLE,
 )
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.known import ways
+from mpjax._autocast.known import iterations, ways
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 
@@ -142,7 +143,7 @@ def _fixpoint(
 def _body_reads(carried: Sequence[State], out_reads: Sequence[int]) -> tuple[int, ...]:
     """Returns how a loop's body is to give each carry: unrounded where it is float32."""
     return tuple(
-        ACCUMULATOR | r & UNROUNDED if s.kind == Kind.WIDE else r | CARRIED
+        ACCUMULATOR | r & (UNROUNDED | SOLUTION) if s.kind == Kind.WIDE else r | CARRIED
         for s, r in zip(carried, out_reads, strict=False)
     )
 
@@ -235,6 +236,8 @@ def carry_reads(
     """
     by_test = tested or (0,) * part.carries
     ends = tuple(r & ~AT_THE_END | t for r, t in zip(out_reads, by_test, strict=False))
+    iterated = iterations.linear(part.program, part.carried.start, part.carries)
+    ends = tuple(r | SOLUTION if i else r for r, i in zip(ends, iterated, strict=True))
     while True:
         carried = inner_reads(part, (*ends, *out_reads[part.carries :]))[part.carried]
         more = tuple(r | c & _NEXT_TURN for r, c in zip(ends, carried, strict=True))

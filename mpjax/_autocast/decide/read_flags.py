@@ -55,7 +55,8 @@ where the sum is a product with ones, or the difference of two places of one res
 """
 SOLUTION = 1 << 25
 """A product that reads what a solve made, or makes what one reads: its large terms cancel, as in
-`k - a @ solve(b, a.T)`. Or one of which a logarithm reads a transform, as of a spectrum.
+`k - a @ solve(b, a.T)`. Or one of which a logarithm reads a transform, as of a spectrum. Or one of
+a linear iteration, whose errors the next turns multiply.
 """
 RELATIVE = 1 << 26
 """A logarithm reads what a product makes of it: small elements count as much as large ones."""

@@ -69,7 +69,7 @@ _OF_PRODUCTS = {
         f"added to a sum over the same values, which cancels it: float32{_CAST}", By.READER
     ),
     read_flags.SOLUTION: Reason(
-        f"beside a factorisation, a solve or a spectrum, where terms cancel: float32{_CAST}",
+        f"beside a solve, a linear iteration or a spectrum, where errors grow: float32{_CAST}",
         By.READER,
     ),
     read_flags.SMALL: Reason(f"by a matrix as small as a rotation: float32{_CAST}"),

@@ -13,6 +13,8 @@ from _places import ROOT
 from jax import lax
 
 import mpjax
+from mpjax._autocast.known import iterations
+from mpjax._jaxpr import structure
 
 BY_NAME = {p.name: p for p in PROGRAMS}
 POLICIES = {"bf16": "bf16-mixed", "f16": "16-mixed"}
@@ -162,3 +164,46 @@ def test_clear_caches_lets_go_of_what_inner_functions_close_over():
     jax.clear_caches()
     gc.collect()
     assert table() is None
+
+
+# -- linear iterations -------------------------------------------------------------------------
+
+_A = jnp.ones((8, 8)) / 9
+
+
+def _norm(x):
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("turn", "want"),
+    [
+        (lambda v: (v @ _A,), (True,)),
+        (lambda v: (jnp.max(1 + 0.9 * (v @ _A)[None], 0) / 2,), (True,)),
+        (lambda v: (jax.jit(lambda v: v @ _A)(v) - v,), (True,)),
+        (lambda v: (jax.checkpoint(lambda v: v + 0.1 * v @ _A)(v),), (True,)),
+        (lambda u, v: (v, u @ _A), (True, True)),
+        (lambda u, v: (u + v, v @ _A), (False, True)),
+        (lambda v: (0.9 * v + 1,), (False,)),  # by no product
+        (lambda v: (jnp.tanh(v @ _A),), (False,)),
+        (lambda v: (jax.nn.relu(v @ _A),), (False,)),
+        (lambda v: (_norm(v @ _A),), (False,)),
+        (lambda v: (v + _norm(v) @ _A,), (False,)),
+        (lambda v: (v + jax.nn.gelu(v @ _A) @ _A,), (False,)),
+        (lambda v: (v / jnp.linalg.norm(v @ _A),), (False,)),
+        (lambda v: (_A @ _A,), (False,)),
+    ],
+)
+def test_a_carry_is_iterated_linearly_that_reaches_itself_by_products_and_nothing_else(turn, want):
+    start = tuple(jnp.ones((8, 8)) for _ in want)
+    jaxpr = jax.make_jaxpr(lambda *c: lax.scan(lambda c, _: (turn(*c), None), c, None, 3))(*start)
+    (part,) = structure.parts(next(e for e in jaxpr.eqns if e.primitive.name == "scan"))
+    assert iterations.linear(part.program, part.carried.start, part.carries) == want
+
+
+def test_layers_of_weights_that_differ_are_no_linear_iteration():
+    jaxpr = jax.make_jaxpr(lambda c, w: lax.scan(lambda c, w: (c @ w, None), c, w))(
+        jnp.ones((8, 8)), jnp.ones((3, 8, 8))
+    )
+    (part,) = structure.parts(jaxpr.eqns[-1])
+    assert iterations.linear(part.program, part.carried.start, part.carries) == (False,)

@@ -166,6 +166,27 @@ def _expected(z, cut):
     )
 
 
+def _valued(z, cut):
+    """Value iteration: rewards from a network, 200 turns."""
+    chances, rewards = jnp.asarray(CHANCES, z.dtype), z[:20, 0]
+
+    def turn(v, _):
+        return cut(lambda v: [jnp.max(rewards + 0.98 * chances @ v, 0)])(v)[0], None
+
+    return jnp.mean((lax.scan(turn, 0 * rewards, None, length=200)[0] - 20) ** 2)
+
+
+def _stationary(z, cut):
+    """A Markov chain, whose chances a network gives, after 200 turns."""
+    chances = jax.nn.softmax(z[:8])
+
+    def turn(v, _):
+        return cut(lambda v: [v @ chances])(v)[0], None
+
+    out, _ = lax.scan(turn, jnp.ones(8, z.dtype) / 8, None, length=200)
+    return -jnp.sum(jnp.arange(1.0, 9.0).astype(z.dtype) * jnp.log(out))
+
+
 X, U, D = _normal(64, 6), _normal(6, 32, scale=0.5), _normal(32, 8, scale=0.25)
 TARGETS = _normal(64)
 FREQUENCIES = _RNG.uniform(0.01, 0.03, (64, 1))
@@ -174,6 +195,7 @@ MEL = np.maximum(0, 1 - np.abs(np.linspace(0, 11, 65)[:, None] - np.arange(12)))
 POINTS = _RNG.uniform(-1, 1, (12, 3)).astype(np.float32) + np.array([0, 0, 6], np.float32)
 CAMERA = np.array([[1000, 0, 960], [0, 1000, 540], [0, 0, 1]], np.float32)
 CORNERS = _RNG.integers(64, 80, (8, 2)).astype(np.float32)
+CHANCES = _RNG.dirichlet(np.ones(20) * 0.3, size=(3, 20)).astype(np.float32)
 PRICES = (1e4 + 30 * _RNG.normal(size=8)).astype(np.float32)
 PLACES, WAVES = (_RNG.integers(0, 512, (64, 2)) / 512).astype(np.float32), _normal(2, 16, scale=20)
 
@@ -187,6 +209,8 @@ LOSSES = {
     "Fourier features": _features,
     "diffused heat": _diffused,
     "expected places, and prices": _expected,
+    "value iteration": _valued,
+    "a Markov chain": _stationary,
 }
 
 

@@ -187,13 +187,20 @@ def test_values_of_a_trace_around_autocast_are_read():
     assert distance(scanned, product(X, W)) < 1e-6  # one row at a time: another order of sums
 
 
+def _twice(x, w):
+    return lax.fori_loop(0, 2, lambda _, c: jnp.tanh(c @ w), x)
+
+
 CASTS = {
     "ten readers": (1, lambda x, w: functools.reduce(lambda h, _: jnp.tanh(h @ w), range(10), x)),
     "scan": (1, lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, None, length=3)[0] @ w),
     "nested": (
         1,
         lambda x, w: lax.fori_loop(
-            0, 2, lambda _, c: jax.jit(lambda c: lax.fori_loop(0, 2, lambda _, c: c @ w, c))(c), x
+            0,
+            2,
+            lambda _, c: jax.jit(lambda c: lax.fori_loop(0, 2, lambda _, c: jnp.tanh(c @ w), c))(c),
+            x,
         ),
     ),
     "branches": (1, lambda x, w: lax.cond(x[0, 0] > 0, lambda c: c @ w, lambda c: c @ w.T, x)),

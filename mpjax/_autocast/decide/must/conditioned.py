@@ -54,7 +54,7 @@ _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
 _STOP_A_DISTANCE = _STOP_A_DIFFERENCE | traits.SATURATES
 """Through all others a distance that is read of results is read of operands, too."""
 _WITHOUT_A_CLASS = traits.LOOKS | traits.HANDS_ON
-_HAND_ON_A_MATRIX = traits.HANDS_ON | traits.POWERS | {"abs"}
+_HAND_ON_A_MATRIX = traits.HANDS_ON | traits.POWERS | traits.STATISTIC | {"abs"}
 """Through these alone what is solved for, or transformed, is a product's result: no relu."""
 _HANDED_ON = NEAR | CANCELS | RUINED | DIFFERENCE | AGAIN | RESULT | SOLUTION | RELATIVE
 

@@ -1,0 +1,127 @@
+"""Linear iterations: carries of a loop that reach themselves by products and linear operations.
+
+`v = max(r + p @ v)` of value iteration and `x = a @ x + b` of a linear system are such. The
+`tanh(h @ w)` of a recurrent network and `x + f(norm(x))` of a transformer are not. Nothing in such
+a loop forgets: an error of one turn is multiplied by all later ones, as a solver's is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpjax._autocast.known import traits
+from mpjax._autocast.known.contraction import is_product
+from mpjax._autocast.known.ways import places
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn, Jaxpr
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each
+
+_LINEAR = (traits.HANDS_ON | MOVES | traits.STATISTIC | traits.JOINS) - traits.DISTANCES
+
+
+class LinearSets(NamedTuple):
+    """Sets of a program's inputs, as integers: bit `i` stands for input `i`."""
+
+    all: int = 0  # it is made of these
+    linear: int = 0  # by linear operations alone
+    by_product: int = 0  # by these and a product, at least one
+
+
+_NONE = LinearSets()
+
+
+@by_program
+def linear(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
+    """Returns, for each carry of a loop's body, whether it is iterated linearly.
+
+    Args:
+      body: the program.
+      consts: the number of its inputs before the carries.
+      carries: the number of carries, which are its first outputs.
+    """
+    opened = compat.closed(body).jaxpr
+    ours = (1 << carries) - 1
+    # What differs by turn, as the weights of layers do, counts as made of all carries.
+    each = _each(len(opened.invars))
+    layers = [LinearSets(-1)] * (len(each) - consts - carries)
+    outs = _outputs(opened, [*each[: consts + carries], *layers])
+    made = [LinearSets(*(bits >> consts & ours for bits in way)) for way in outs[:carries]]
+    if not any(way.by_product for way in made):
+        return (False,) * carries
+    reached = [way.linear | way.by_product for way in made]  # the carries that lead to each one
+    for via in range(carries):
+        reached = [r | reached[via] if r >> via & 1 else r for r in reached]
+    leads_to = [sum(1 << i for i in range(carries) if reached[i] >> j & 1) for j in range(carries)]
+    around = [r & to for r, to in zip(reached, leads_to, strict=True)]  # those in one circle
+    return tuple(any(made[k].by_product & c for k in places(c)) for c in around)
+
+
+@by_program
+def _of_program(program: Any) -> tuple[LinearSets, ...]:
+    jaxpr = compat.closed(program).jaxpr
+    return _outputs(jaxpr, _each(len(jaxpr.invars)))
+
+
+def _each(count: int) -> list[LinearSets]:
+    return [LinearSets(1 << i, 1 << i) for i in range(count)]
+
+
+def _outputs(jaxpr: Jaxpr, inputs: Sequence[LinearSets]) -> tuple[LinearSets, ...]:
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(atom: Any) -> LinearSets:
+        return _NONE if compat.is_literal(atom) else known.get(atom, _NONE)
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, _made(eqn, [of(v) for v in eqn.invars]), strict=True))
+    return tuple(map(of, jaxpr.outvars))
+
+
+def _made(eqn: Eqn, operands: Sequence[LinearSets]) -> Sequence[LinearSets]:
+    name = eqn.primitive.name
+    if structure.is_call(eqn):
+        return structure.forward(eqn, operands, _through, _joined)
+    if hands_on_each(eqn):
+        return operands
+    every, linear, by_product = _joined(operands)
+    if name in PRODUCTS or name in traits.SCALES:
+        first, second = operands[:2]
+        # Of `x * norm(x)` both factors are made of `x`; a quotient is linear in its first operand.
+        of_second = 0 if name == "div" else ~first.all
+        linear = first.linear & ~second.all | second.linear & of_second
+        by_product = first.by_product & ~second.all | second.by_product & of_second
+    elif name not in _LINEAR:
+        linear = by_product = 0
+    if is_product(eqn):
+        linear, by_product = 0, linear | by_product
+    return [LinearSets(every, linear, by_product)] * len(eqn.outvars)
+
+
+def _through(program: Any, inputs: Sequence[LinearSets]) -> list[LinearSets]:
+    return [_entered(made, inputs) for made in _of_program(program)]
+
+
+def _entered(made: LinearSets, inputs: Sequence[LinearSets]) -> LinearSets:
+    """Returns the same of what the inputs are made of."""
+
+    def of(bits: int) -> LinearSets:
+        return _joined([inputs[i] for i in places(bits)])
+
+    linear, by_product = of(made.linear), of(made.by_product)
+    return LinearSets(
+        of(made.all).all,
+        linear.linear,
+        linear.by_product | by_product.linear | by_product.by_product,
+    )
+
+
+def _joined(several: Sequence[LinearSets]) -> LinearSets:
+    every = linear = by_product = 0
+    for way in several:
+        every |= way.all
+        linear |= way.linear
+        by_product |= way.by_product
+    return LinearSets(every, linear, by_product)
