@@ -90,7 +90,7 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
       every: those that all have.
     """
     name = eqn.primitive.name
-    flags = some & PRODUCT | signs(eqn, floats) | _of_matrices(eqn, some, every)
+    flags = some & PRODUCT | signs(eqn, floats) | _of_matrices(eqn, floats)
     if name not in PRODUCTS:
         flags |= some & (CARRY | ENTERED if name in _PRESERVE_ENTERED else CARRY)
     if name not in _END_A_STREAM:
@@ -110,16 +110,27 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
     return flags | STEP if _makes_a_step(eqn, floats) else flags
 
 
-def _of_matrices(eqn: Eqn, some: int, every: int) -> int:
+def _of_matrices(eqn: Eqn, floats: Sequence[Any]) -> int:
     """Returns `SOLVED` and `ASSEMBLED`, as far as an operation's results are."""
     name = eqn.primitive.name
     if name in traits.SOLVES:
         return SOLVED
     if name in _END_A_MATRIX:
         return 0
+    some, every = union(floats)
     if name in PRODUCTS:
         return every & SOLVED | (some if contraction.adds_few(eqn) else every) & ASSEMBLED
+    if name in traits.ADDS and not all(map(_may_join_a_solution, floats)):
+        some &= ~SOLVED
+    if name in traits.SCALES:  # by a norm that an SVD made: the rest is as it was
+        some, _ = union([f for f in floats if not f.flags & SCALAR])
     return some & (SOLVED | ASSEMBLED) | (ASSEMBLED if name in _ASSEMBLE else 0)
+
+
+def _may_join_a_solution(fact: Any) -> bool:
+    """Whether a term of a sum is one, or constant: `x + solve(a, x)` is a stream like others."""
+    is_constant = fact.flags & CONSTANT or fact.flags & (ASSEMBLED | PRODUCT) == ASSEMBLED
+    return bool(is_constant or fact.flags & SOLVED)
 
 
 def signs(eqn: Eqn, floats: Sequence[Any]) -> int:

@@ -1,4 +1,4 @@
-"""Linear iterations: carries of a loop that reach themselves by products and linear operations.
+"""Linear iterations: carries that reach themselves by products and linear operations alone.
 
 `v = max(r + p @ v)` of value iteration and `x = a @ x + b` of a linear system are such. The
 `tanh(h @ w)` of a recurrent network and `x + f(norm(x))` of a transformer are not. Nothing in such
@@ -28,6 +28,7 @@ class LinearSets(NamedTuple):
     all: int = 0  # it is made of these
     linear: int = 0  # by linear operations alone
     by_product: int = 0  # by these and a product, at least one
+    otherwise: int = 0  # by a way through any other operation
 
 
 _NONE = LinearSets()
@@ -51,12 +52,16 @@ def linear(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
     made = [LinearSets(*(bits >> consts & ours for bits in way)) for way in outs[:carries]]
     if not any(way.by_product for way in made):
         return (False,) * carries
-    reached = [way.linear | way.by_product for way in made]  # the carries that lead to each one
+    reached = [way.all for way in made]  # the carries that lead to each one
     for via in range(carries):
         reached = [r | reached[via] if r >> via & 1 else r for r in reached]
     leads_to = [sum(1 << i for i in range(carries) if reached[i] >> j & 1) for j in range(carries)]
     around = [r & to for r, to in zip(reached, leads_to, strict=True)]  # those in one circle
-    return tuple(any(made[k].by_product & c for k in places(c)) for c in around)
+    return tuple(
+        any(made[k].by_product & c for k in places(c))
+        and not any(made[k].otherwise & c for k in places(c))
+        for c in around
+    )
 
 
 @by_program
@@ -86,18 +91,25 @@ def _made(eqn: Eqn, operands: Sequence[LinearSets]) -> Sequence[LinearSets]:
         return structure.forward(eqn, operands, _through, _joined)
     if hands_on_each(eqn):
         return operands
-    every, linear, by_product = _joined(operands)
+    way = _joined(operands)
     if name in PRODUCTS or name in traits.SCALES:
-        first, second = operands[:2]
-        # Of `x * norm(x)` both factors are made of `x`; a quotient is linear in its first operand.
-        of_second = 0 if name == "div" else ~first.all
-        linear = first.linear & ~second.all | second.linear & of_second
-        by_product = first.by_product & ~second.all | second.by_product & of_second
+        way = _multiplied(*operands[:2], divides=name == "div")
     elif name not in _LINEAR:
-        linear = by_product = 0
+        way = LinearSets(way.all, otherwise=way.all)
     if is_product(eqn):
-        linear, by_product = 0, linear | by_product
-    return [LinearSets(every, linear, by_product)] * len(eqn.outvars)
+        way = way._replace(linear=0, by_product=way.linear | way.by_product)
+    return [way] * len(eqn.outvars)
+
+
+def _multiplied(first: LinearSets, second: LinearSets, *, divides: bool) -> LinearSets:
+    """Returns the sets of a product or a quotient: both factors of `x * norm(x)` are made of `x`."""
+    both = second.all if divides else first.all & second.all
+    return LinearSets(
+        first.all | second.all,
+        (first.linear | second.linear) & ~both,
+        (first.by_product | second.by_product) & ~both,
+        first.otherwise | second.otherwise | both,
+    )
 
 
 def _through(program: Any, inputs: Sequence[LinearSets]) -> list[LinearSets]:
@@ -115,13 +127,15 @@ def _entered(made: LinearSets, inputs: Sequence[LinearSets]) -> LinearSets:
         of(made.all).all,
         linear.linear,
         linear.by_product | by_product.linear | by_product.by_product,
+        linear.otherwise | by_product.otherwise | of(made.otherwise).all,
     )
 
 
 def _joined(several: Sequence[LinearSets]) -> LinearSets:
-    every = linear = by_product = 0
+    every = linear = by_product = otherwise = 0
     for way in several:
         every |= way.all
         linear |= way.linear
         by_product |= way.by_product
-    return LinearSets(every, linear, by_product)
+        otherwise |= way.otherwise
+    return LinearSets(every, linear, by_product, otherwise)

@@ -191,6 +191,7 @@ def _norm(x):
         (lambda v: (v + _norm(v) @ _A,), (False,)),
         (lambda v: (v + jax.nn.gelu(v @ _A) @ _A,), (False,)),
         (lambda v: (v / jnp.linalg.norm(v @ _A),), (False,)),
+        (lambda v: (v + (v @ _A + jnp.tanh(v @ _A) @ _A) @ _A,), (False,)),  # a residual network
         (lambda v: (_A @ _A,), (False,)),
     ],
 )

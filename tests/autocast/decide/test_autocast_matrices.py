@@ -247,3 +247,32 @@ def test_law_of_matrices_the_errors_are_those_of_a_network_cast_by_hand(name, wa
 def _both(loss):
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
     return lambda *args: [np.asarray(a, np.float64) for a in jax.tree.leaves(run(*args))]
+
+
+def _stream(x, w):
+    h = jnp.tanh(x @ w)
+    h = h + jnp.linalg.solve(9 * jnp.eye(8) + jnp.abs(w), h.T).T
+    return jnp.tanh(h @ w) @ w
+
+
+def _spectral_norm(x, w):
+    return jnp.tanh(x @ (w / jnp.linalg.norm(w, 2))) @ w
+
+
+@pytest.mark.parametrize(
+    ("fun", "dtypes"),
+    [
+        (_stream, ["bf16"] * 3),
+        (_spectral_norm, ["bf16"] * 2),
+        (lambda x, w: jnp.tanh(x @ jnp.linalg.qr(w)[0]) @ w, ["f32", "bf16"]),
+        (lambda x, w: jnp.tanh(jnp.linalg.solve(w, x.T).T) @ w, ["bf16"]),
+        (lambda x, w: jnp.log(jax.nn.softmax(x @ w) @ w), ["bf16"] * 2),
+        (lambda x, w: jnp.abs(jnp.fft.fft(jnp.tanh(x @ w) @ w)) @ w, ["bf16"] * 3),
+        (lambda x, w: x @ jnp.stack([w, w])[1], ["bf16"]),
+        (lambda x, w: jnp.asarray(np.eye(4, 8, dtype=np.float32)) @ w, ["bf16"]),
+    ],
+)
+def test_layers_beside_linear_algebra_are_low(fun, dtypes):
+    rows = mpjax.explain(fun, "bf16-mixed")(_normal(16, 8), np.eye(8, dtype=np.float32)).rows
+    made = [row.dtype for row in rows if row.operation == "dot_general" for _ in range(row.count)]
+    assert sorted(made) == sorted(dtypes)
