@@ -53,10 +53,12 @@ ASSEMBLED = 1 << 16
 """It was put together of parts, as a rotation is of cosines and sines, or is a constant array."""
 STENCIL = 1 << 17
 """A constant array whose elements add up to 0, as those of a Laplacian: a sum over it subtracts."""
+AMOUNTS = 1 << 18
+"""A constant array of numbers of 0 and more, some above 1: coordinates, prices, no layer."""
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 _BALANCED = 1e-6
-_MOST_WEIGHTS = 1 << 12
+_MOST_WEIGHTS = 1 << 14
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
 _PRESERVE_SUMS = traits.ADDS | traits.SCALES | traits.POWERS | traits.LIMITS | traits.ACCUMULATES
 _MOVE_SUMS = MOVES | traits.ACROSS | traits.COMPLEX | {"neg", "convert_element_type"}
@@ -103,7 +105,7 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
     flags |= EXTREME if name in traits.EXTREME else every & EXTREME
     if name in MOVES:
         handed_on = STEP if name in _POOLS else REPEATED | STEP
-        flags |= every & STENCIL
+        flags |= every & (STENCIL | AMOUNTS)
         return flags | some & handed_on | (REPEATED if repeats(eqn) else 0)
     if some & STENCIL and name in traits.SCALES and any(f.flags & SCALAR for f in floats):
         flags |= STENCIL
@@ -169,7 +171,7 @@ def of_array(value: Any) -> int:
     array = np.asarray(value)
     some = array < 0
     if not some.any():
-        return ASSEMBLED
+        return ASSEMBLED | (AMOUNTS if (array > 1).any() else 0)
     if some.all():
         return ASSEMBLED | NEGATED
     balanced = abs(array.sum(dtype=np.float64)) <= _BALANCED * np.abs(array).sum(dtype=np.float64)

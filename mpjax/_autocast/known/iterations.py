@@ -102,7 +102,7 @@ def _made(eqn: Eqn, operands: Sequence[LinearSets]) -> Sequence[LinearSets]:
 
 
 def _multiplied(first: LinearSets, second: LinearSets, *, divides: bool) -> LinearSets:
-    """Returns the sets of a product or a quotient: both factors of `x * norm(x)` are made of `x`."""
+    """Returns the sets of a product or quotient: both factors of `x * norm(x)` are made of `x`."""
     both = second.all if divides else first.all & second.all
     return LinearSets(
         first.all | second.all,

@@ -56,11 +56,6 @@ def constant(value: Any) -> Excerpt:
     return Excerpt((_CONSTANT, id(value)), (), 0)
 
 
-def are_constants(roots: Roots) -> bool:
-    """Whether a constant is made of no argument: of arrays that the program holds, or of none."""
-    return all(isinstance(r, Excerpt) and r.how[0] == _CONSTANT for r in roots)
-
-
 def unless_constant(roots: Roots) -> Roots:
     """Returns roots but for those of constants, or all if there are no others."""
     others = [r for r in roots if not (isinstance(r, Excerpt) and r.how[0] == _CONSTANT)]

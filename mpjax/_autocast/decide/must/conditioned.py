@@ -259,11 +259,14 @@ def of_product(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
 
 
 def _is_small(eqn: Eqn, place: int, fact: facts.Fact) -> bool:
-    """Whether an operand is a rotation, a camera, or constant coordinates of few dimensions."""
+    """Whether an operand is a rotation, a camera, or constant coordinates of few dimensions.
+
+    Coordinates stand on the right: on the left, few rows are a small batch.
+    """
     short = list(map(contraction.is_short, contraction.free_axes(eqn, place)))
     if contraction.adds_few(eqn):
         return any(short) and bool(fact.flags & fact_flags.ASSEMBLED)
-    return place == 1 and all(short) and roots.are_constants(fact.roots)  # left: a small batch
+    return place == 1 and all(short) and bool(fact.flags & fact_flags.AMOUNTS)
 
 
 def keeps_from_low(read: int) -> int:
