@@ -50,7 +50,7 @@ STREAM = 1 << 14
 SOLVED = 1 << 15
 """A factorisation or a solve made it, as `solve(k, y)`, or it is a product of such values alone."""
 ASSEMBLED = 1 << 16
-"""It was put together of parts, as a rotation is of cosines and sines, or is a constant array."""
+"""It was put together of parts, as a rotation of cosines and sines, or is a constant with a 0."""
 STENCIL = 1 << 17
 """A constant array whose elements add up to 0, as those of a Laplacian: a sum over it subtracts."""
 AMOUNTS = 1 << 18
@@ -167,15 +167,16 @@ def _of_factors(floats: Sequence[Any]) -> int:
 def of_array(value: Any) -> int:
     """Returns the flags of a NumPy array that a program holds; one on a device is not read."""
     if not isinstance(value, np.ndarray) or not 0 < value.size <= _MOST_WEIGHTS:
-        return ASSEMBLED
+        return 0
     array = np.asarray(value)
     some = array < 0
+    flags = 0 if array.all() else ASSEMBLED  # no weights of a layer are exactly 0
     if not some.any():
-        return ASSEMBLED | (AMOUNTS if (array > 1).any() else 0)
+        return flags | (AMOUNTS if (array > 1).any() else 0)
     if some.all():
-        return ASSEMBLED | NEGATED
+        return flags | NEGATED
     balanced = abs(array.sum(dtype=np.float64)) <= _BALANCED * np.abs(array).sum(dtype=np.float64)
-    return ASSEMBLED | EITHER | (STENCIL if balanced else 0)
+    return flags | EITHER | (STENCIL if balanced else 0)
 
 
 def repeats(eqn: Eqn) -> bool:

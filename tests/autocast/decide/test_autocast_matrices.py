@@ -271,6 +271,8 @@ def _spectral_norm(x, w):
         (lambda x, w: jnp.abs(jnp.fft.fft(jnp.tanh(x @ w) @ w)) @ w, ["bf16"] * 3),
         (lambda x, w: x @ jnp.stack([w, w])[1], ["bf16"]),
         (lambda x, w: jnp.tanh(x @ w) @ PROJECTION, ["bf16"] * 2),
+        (lambda x, w: jnp.tanh(x[:, :4] @ w[:4, :4]) @ PROJECTION[:4], ["bf16"] * 2),
+        (lambda x, w: x[:, :3] @ CAMERA, ["f32"]),
         (lambda x, w: jnp.asarray(np.eye(4, 8, dtype=np.float32)) @ w, ["bf16"]),
     ],
 )
