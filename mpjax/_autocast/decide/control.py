@@ -33,6 +33,8 @@ from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 
 _MAX_PASSES = 8
+_MANY_TURNS = 16
+"""The errors of fewer turns of a linear iteration are those of as many layers."""
 _NEXT_TURN = UNROUNDED | ABSOLUTE | LATER | FORWARD
 """Flags that the next turn of a loop sets of a carry hold for the turn that leaves it."""
 
@@ -71,7 +73,8 @@ def decide_call(
     if eqn.primitive.name in structure.LOOPS:
         body = structure.parts(eqn)[-1]
         tested = stop_test(eqn, inner_reads)
-        out_reads = (*carry_reads(body, out_reads, inner_reads, tested), *out_reads[body.carries :])
+        ends = carry_reads(eqn, body, out_reads, inner_reads, tested)
+        out_reads = (*ends, *out_reads[body.carries :])
         return _decide_loop(eqn, in_states, out_reads, settings, inner)
     if structure.has_rules(eqn):
         in_states = tuple(_traced(s) for s in in_states)
@@ -187,7 +190,7 @@ def operand_reads(
     for part in structure.parts(eqn):
         if part.is_condition:
             continue
-        of_part = _part_reads(part, out_reads, inner_reads, tested)
+        of_part = _part_reads(eqn, part, out_reads, inner_reads, tested)
         for i, read in zip(part.operands, of_part, strict=True):
             reads[i] |= read
     if eqn.primitive.name in structure.LOOPS:
@@ -200,13 +203,14 @@ def operand_reads(
 
 
 def _part_reads(
+    eqn: Eqn,
     part: structure.Part,
     out_reads: tuple[int, ...],
     inner_reads: InnerReads,
     tested: tuple[int, ...],
 ) -> list[int]:
     """Returns how one program reads its inputs: in a loop, in any turn."""
-    ends = carry_reads(part, out_reads, inner_reads, tested)
+    ends = carry_reads(eqn, part, out_reads, inner_reads, tested)
     reads = list(inner_reads(part, (*ends, *out_reads[part.carries :])))
     reads[part.carried] = [r & ~(WHOLE | AT_THE_END) for r in reads[part.carried]]
     return reads
@@ -221,6 +225,7 @@ def stop_test(eqn: Eqn, inner_reads: InnerReads) -> tuple[int, ...]:
 
 
 def carry_reads(
+    eqn: Eqn,
     part: structure.Part,
     out_reads: tuple[int, ...],
     inner_reads: InnerReads,
@@ -229,15 +234,17 @@ def carry_reads(
     """Returns how the carries that a turn of a loop leaves are read: by the next turn, or behind.
 
     Args:
-      part: the body.
+      eqn: the loop.
+      part: its body.
       out_reads: how the loop's results are read.
       inner_reads: how a program reads its inputs.
       tested: how the loop's condition reads its carries.
     """
     by_test = tested or (0,) * part.carries
     ends = tuple(r & ~AT_THE_END | t for r, t in zip(out_reads, by_test, strict=False))
-    iterated = iterations.linear(part.program, part.carried.start, part.carries)
-    ends = tuple(r | SOLUTION if i else r for r, i in zip(ends, iterated, strict=True))
+    if eqn.params.get("length", _MANY_TURNS) >= _MANY_TURNS:
+        iterated = iterations.linear(part.program, part.carried.start, part.carries)
+        ends = tuple(r | SOLUTION if i else r for r, i in zip(ends, iterated, strict=True))
     while True:
         carried = inner_reads(part, (*ends, *out_reads[part.carries :]))[part.carried]
         more = tuple(r | c & _NEXT_TURN for r, c in zip(ends, carried, strict=True))

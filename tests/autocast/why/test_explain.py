@@ -78,7 +78,7 @@ def accumulated(w, x):
 
 def until_three(w, x):
     start = (jnp.zeros(()), x)
-    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), start)
+    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), start)
 
 
 def in_a_region(w, x):
