@@ -43,8 +43,9 @@ def on(
         else:
             totalled = _totalled(step.group) & read
             more = [v for v in step.group.inputs if v in totalled and states[v].kind == Kind.LOW]
-            outputs = (*step.group.outputs, *((v, True, False) for v in more))
-            step = replace(step, group=step.group._replace(outputs=outputs))
+            if more:
+                outputs = (*step.group.outputs, *((v, True, False) for v in more))
+                step = replace(step, group=step.group._replace(outputs=outputs))
         made.append(step)
     return made[::-1]
 

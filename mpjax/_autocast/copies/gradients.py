@@ -22,11 +22,9 @@ from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
+_CANCEL = read_flags.CANCELS | read_flags.SOLUTION
 _ASKED = read_flags.CANCELS | read_flags.BELOW | read_flags.DIFFERENCE
 """Flags of a function's results that hold for those of its rules too."""
-
-
-_CANCEL = read_flags.CANCELS | read_flags.SOLUTION
 
 
 def cancelling(decided: Decided) -> Iterator[Eqn]:

@@ -77,9 +77,9 @@ def of(
         if out_read and not compat.is_literal(atom):
             reads[atom] = meetings.joined(reads.get(atom, 0), out_read)
     for eqn in reversed(jaxpr.eqns):
-        first = eqn.outvars[0] if eqn.outvars else None
-        if own := conditioned.of_product(eqn, reads.get(first, 0), known):
-            reads[first] = reads.get(first, 0) | own
+        if eqn.primitive.name in PRODUCTS:
+            read = reads.get(eqn.outvars[0], 0)
+            reads[eqn.outvars[0]] = read | conditioned.of_product(eqn, read, known)
         outs = [reads.get(v, 0) for v in eqn.outvars]
         out_read = outs[0] if len(outs) == 1 else functools.reduce(operator.or_, outs, 0)
         _add(reads, eqn, out_read, _of_operands(eqn, outs, out_read, others, known), known)

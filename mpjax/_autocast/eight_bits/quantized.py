@@ -18,7 +18,7 @@ from mpjax._autocast.decide.decided import products
 from mpjax._autocast.eight_bits import delayed, layers
 from mpjax._autocast.eight_bits.layers import DataFlow, Given, Made, Origin
 from mpjax._autocast.known import scopes
-from mpjax._autocast.known.contraction import adds_nothing
+from mpjax._autocast.known.contraction import adds_nothing, free_axes
 from mpjax._autocast.product import ArrayRole, Config, current, quantized
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import PolicyWarning, message
@@ -185,11 +185,10 @@ def _roles(eqn: Eqn, weight: int) -> Any:
 
 def _sizes(eqn: Eqn, weight: int) -> tuple[int, int]:
     """Returns the contracted length of a product, and the number of columns of its weight."""
-    contracted, batch = eqn.params["dimension_numbers"]
+    contracted, _ = eqn.params["dimension_numbers"]
     shape = eqn.invars[weight].aval.shape
     summed = math.prod(shape[i] for i in contracted[weight])
-    rest = [n for i, n in enumerate(shape) if i not in (*contracted[weight], *batch[weight])]
-    return summed, math.prod(rest)
+    return summed, math.prod(free_axes(eqn, weight))
 
 
 def _no_weight(flow: DataFlow | None, eqn: Eqn) -> str:

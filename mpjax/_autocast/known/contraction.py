@@ -63,8 +63,4 @@ def only_sums(eqn: Eqn) -> bool:
     """Whether a product is a sum of elements, such as a squared norm: it reuses no operand."""
     if eqn.primitive.name != "dot_general" or adds_nothing(eqn):
         return False
-    contracted, batch = eqn.params["dimension_numbers"]
-    return all(
-        v.aval.ndim == len(summed) + len(kept)
-        for v, summed, kept in zip(eqn.invars, contracted, batch, strict=True)
-    )
+    return not free_axes(eqn, 0) and not free_axes(eqn, 1)

@@ -92,7 +92,7 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
       every: those that all have.
     """
     name = eqn.primitive.name
-    flags = some & PRODUCT | signs(eqn, floats) | _of_matrices(eqn, floats)
+    flags = some & PRODUCT | signs(eqn, floats) | _of_matrices(eqn, floats, some, every)
     if name not in PRODUCTS:
         flags |= some & (CARRY | ENTERED if name in _PRESERVE_ENTERED else CARRY)
     if name not in _END_A_STREAM:
@@ -112,14 +112,13 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
     return flags | STEP if _makes_a_step(eqn, floats) else flags
 
 
-def _of_matrices(eqn: Eqn, floats: Sequence[Any]) -> int:
+def _of_matrices(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
     """Returns `SOLVED` and `ASSEMBLED`, as far as an operation's results are."""
     name = eqn.primitive.name
     if name in traits.SOLVES:
         return SOLVED
     if name in _END_A_MATRIX:
         return 0
-    some, every = union(floats)
     if name in PRODUCTS:
         return every & SOLVED | (some if contraction.adds_few(eqn) else every) & ASSEMBLED
     if name in traits.ADDS and not all(map(_may_join_a_solution, floats)):

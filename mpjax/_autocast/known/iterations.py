@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mpjax._autocast.known import traits
 from mpjax._autocast.known.contraction import is_product
-from mpjax._autocast.known.ways import places
+from mpjax._autocast.known.ways import leading, places
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
@@ -52,9 +52,7 @@ def linear(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
     made = [LinearSets(*(bits >> consts & ours for bits in way)) for way in outs[:carries]]
     if not any(way.by_product for way in made):
         return (False,) * carries
-    reached = [way.all for way in made]  # the carries that lead to each one
-    for via in range(carries):
-        reached = [r | reached[via] if r >> via & 1 else r for r in reached]
+    reached = leading([way.all for way in made])  # the carries that lead to each one
     leads_to = [sum(1 << i for i in range(carries) if reached[i] >> j & 1) for j in range(carries)]
     around = [r & to for r, to in zip(reached, leads_to, strict=True)]  # those in one circle
     return tuple(

@@ -34,6 +34,17 @@ def places(inputs: int) -> list[int]:
     return [i for i in range(inputs.bit_length()) if inputs >> i & 1]
 
 
+def leading(before: Sequence[int]) -> list[int]:
+    """Returns, for each of several places, the set of those that lead to it, in any steps.
+
+    `before` has the sets of those that lead to it in one step.
+    """
+    reached = list(before)
+    for via in range(len(reached)):
+        reached = [r | reached[via] if r >> via & 1 else r for r in reached]
+    return reached
+
+
 class MadeOf(NamedTuple):
     """A result of an equation, and the variables of which it is made."""
 

@@ -25,21 +25,14 @@ def recurrent(eqn: Eqn) -> tuple[bool, ...]:
 @by_program
 def _recurrent(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
     jaxpr = compat.closed(body).jaxpr
-    reached = [made.direct for made in ways.of_program(body)]
-    before = {
-        i: {p - consts for p in ways.places(reached[i]) if consts <= p < consts + carries}
-        for i in range(carries)
-        if jaxpr.outvars[i] is not jaxpr.invars[consts + i]  # handed on as it is
-    }
-    return tuple(i in _ancestors(i, before) for i in range(carries))
-
-
-def _ancestors(place: int, before: dict[int, set[int]]) -> set[int]:
-    ancestors: set[int] = set()
-    waiting = set(before.get(place, ()))
-    while waiting:
-        i = waiting.pop()
-        if i not in ancestors:
-            ancestors.add(i)
-            waiting |= before.get(i, set())
-    return ancestors
+    ours = (1 << carries) - 1
+    before = [
+        0 if out is given else made.direct >> consts & ours  # 0: handed on as it is
+        for out, given, made in zip(
+            jaxpr.outvars[:carries],
+            jaxpr.invars[consts : consts + carries],
+            ways.of_program(body)[:carries],
+            strict=True,
+        )
+    ]
+    return tuple(bool(r >> i & 1) for i, r in enumerate(ways.leading(before)))

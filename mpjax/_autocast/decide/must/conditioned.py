@@ -246,8 +246,6 @@ def of_product(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     what a logarithm of its spectrum reads, as a stencil does. What turns and projects points is
     put together, as a rotation, or a constant, as a camera: no work for a matrix unit.
     """
-    if eqn.primitive.name not in PRODUCTS:
-        return 0
     operands = [facts.of_atom(v, known) for v in eqn.invars[:2]]
     some, _ = fact_flags.union(operands)
     if some & (fact_flags.SOLVED | fact_flags.STENCIL):
