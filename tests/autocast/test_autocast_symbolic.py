@@ -71,3 +71,14 @@ def products(table):
 def test_bytes_of_an_open_length_are_a_formula():
     text = str(explain(lambda x, w: x @ w @ w, "bf16-mixed")(OPEN, W))
     assert "2 f32 to bf16 (32*b*t + 512 B)" in text.replace("32*t*b", "32*b*t")
+
+
+def test_a_linear_iteration_of_an_open_length_is_one_of_many_turns():
+    def values(rewards, p):
+        return lax.scan(lambda v, r: (r + 0.9 * p @ v, r), rewards[0], rewards)[0]
+
+    length = export.symbolic_shape("t")[0]
+    rewards = jax.ShapeDtypeStruct((length, 16), jnp.float32)
+    table = explain(values, "bf16-mixed")(rewards, W)
+    assert {r.dtype for r in table.rows if r.operation == "dot_general"} == {"f32"}
+    assert products(table) == products(explain(values, "bf16-mixed")(normal(2, 20, 16), W))

@@ -242,7 +242,7 @@ def carry_reads(
     """
     by_test = tested or (0,) * part.carries
     ends = tuple(r & ~AT_THE_END | t for r, t in zip(out_reads, by_test, strict=False))
-    if eqn.params.get("length", _MANY_TURNS) >= _MANY_TURNS:
+    if _has_many_turns(eqn):
         iterated = iterations.linear(part.program, part.carried.start, part.carries)
         ends = tuple(r | SOLUTION if i else r for r, i in zip(ends, iterated, strict=True))
     while True:
@@ -251,3 +251,9 @@ def carry_reads(
         if more == ends:
             return ends
         ends = more
+
+
+def _has_many_turns(eqn: Eqn) -> bool:
+    """Whether a loop may have many turns: a `while`, or one whose length is long, or symbolic."""
+    length = eqn.params.get("length")
+    return not isinstance(length, int) or length >= _MANY_TURNS
