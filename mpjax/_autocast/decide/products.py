@@ -106,6 +106,8 @@ def _why_not_low(values: Rounding, eqn: Eqn, kind: OpClass | None, low: Any) -> 
         return values.of_user(eqn, states.WIDE) or reasons.KEPT_BY_RULES
     if reason := reasons.as_written(eqn):
         return reason
+    if low == FLOAT16 and any(map(values.is_exponential, eqn.invars[:2])):
+        return reasons.EXPONENTIAL
     held = [values.state(v) for v in eqn.invars[:2]]
     too_fine = [s for s in held if s.kind == Kind.CONSTANT and not states.fits(s, low)]
     if not too_fine:

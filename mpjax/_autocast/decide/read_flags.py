@@ -61,7 +61,7 @@ a linear iteration, whose errors the next turns multiply.
 RELATIVE = 1 << 26
 """A logarithm reads what a product makes of it: small elements count as much as large ones."""
 SMALL = 1 << 27
-"""A product by a matrix as small as a rotation."""
+"""A product by a rotation, or by constants of few columns."""
 
 # -- whose cotangents add up -----------------------------------------------------------------------
 

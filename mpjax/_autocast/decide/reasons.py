@@ -72,7 +72,7 @@ _OF_PRODUCTS = {
         f"beside a solve, a linear iteration or a spectrum, where errors grow: float32{_CAST}",
         By.READER,
     ),
-    read_flags.SMALL: Reason(f"by a matrix as small as a rotation: float32{_CAST}"),
+    read_flags.SMALL: Reason(f"by a rotation, or by constants of few columns: float32{_CAST}"),
 }
 MEETS = Reason("its gradients, of which a loop, a sort or a rule gives one, add up in float32")
 MAXIMUM = Reason("the maximum of float32 rows: exp(x - max(x)) is exactly 1 there")
@@ -93,6 +93,7 @@ WIDE_SUM = Reason("a sum of float32 values")
 KEPT_BY_RULES = Reason("kept in float32 by rules=", By.USER)
 ATTENTION_KEPT_BY_RULES = Reason("its products are kept in float32 by rules=")
 NO_LOW_CONSTANT = Reason("a constant that the compute dtype cannot hold")
+EXPONENTIAL = Reason(f"range: float16 might not hold an exponential{_CAST}")
 UNKNOWN_CONSTANT = Reason("a constant whose values are not known")
 UNCHANGED = Reason("nothing low goes into it, and no product in it is low", By.OPERANDS)
 CONSTANTS = Reason("constants only", By.OPERANDS)

@@ -19,7 +19,7 @@ from mpjax._autocast.decide.may.streams import Streams
 from mpjax._autocast.decide.must.steps import Steps
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.known import fact_flags, facts, scopes
+from mpjax._autocast.known import fact_flags, facts, ranges, scopes
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT16, FLOAT32
 from mpjax._jaxpr.equation import Eqn
@@ -173,7 +173,13 @@ class Rounding:
         if not multiplied.may_be_low(state, read):
             return state
         dtype = self.low_dtype(eqn, self.settings_at(eqn))
-        return state if dtype is None else states.low(dtype)
+        if dtype is None or (dtype == FLOAT16 and any(map(self.is_exponential, eqn.outvars))):
+            return state
+        return states.low(dtype)
+
+    def is_exponential(self, atom: Any) -> bool:
+        """Whether a value is one that float16 might not hold, although a product reads it."""
+        return bool(facts.of_atom(atom, self.facts).flags & ranges.EXPONENTIAL)
 
     def because(self, eqn: Eqn, own: Reason | None) -> Reason:
         """The reason of the dtype of an operation's first result, which is recorded.

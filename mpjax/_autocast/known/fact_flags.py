@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from mpjax._autocast.known import contraction, totals, traits
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
@@ -52,13 +50,13 @@ SOLVED = 1 << 15
 ASSEMBLED = 1 << 16
 """It was put together of parts, as a rotation of cosines and sines, or is a constant with a 0."""
 STENCIL = 1 << 17
-"""A constant array whose elements add up to 0, as those of a Laplacian: a sum over it subtracts."""
+"""A constant whose elements add up to 0, as those of a Laplacian, or that a difference made, as
+`eye(n) - 1 / n`: a sum over it subtracts.
+"""
 AMOUNTS = 1 << 18
-"""A constant array of numbers of 0 and more, some above 1: coordinates, prices, no layer."""
+"""Constants that are no layer's weights, such as coordinates and prices; made of these alone."""
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
-_BALANCED = 1e-6
-_MOST_WEIGHTS = 1 << 14
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
 _PRESERVE_SUMS = traits.ADDS | traits.SCALES | traits.POWERS | traits.LIMITS | traits.ACCUMULATES
 _MOVE_SUMS = MOVES | traits.ACROSS | traits.COMPLEX | {"neg", "convert_element_type"}
@@ -67,6 +65,7 @@ FUNCTIONS = (traits.OF_FEW | traits.LOOKS) - _PRESERVE_SUMS - _MOVE_SUMS
 _END_A_STREAM = FUNCTIONS | PRODUCTS
 _END_A_MATRIX = traits.SATURATES | traits.LOOKS
 _ASSEMBLE = traits.PUTS_TOGETHER & traits.JOINS | traits.UPDATES
+_PRESERVE_AMOUNTS = MOVES | traits.JOINS | traits.SHIFTS | traits.SCALES | {"neg"}
 _MAKE_A_SIGN = FUNCTIONS | PRODUCTS | traits.POWERS | traits.ADDS
 _REPEATING = traits.ADDS | traits.SCALES
 _PRESERVE_ENTERED = (MOVES | traits.OF_FEW | traits.JOINS | traits.UPDATES) - traits.SATURATES
@@ -105,7 +104,7 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
     flags |= EXTREME if name in traits.EXTREME else every & EXTREME
     if name in MOVES:
         handed_on = STEP if name in _POOLS else REPEATED | STEP
-        flags |= every & (STENCIL | AMOUNTS)
+        flags |= every & STENCIL
         return flags | some & handed_on | (REPEATED if repeats(eqn) else 0)
     if some & STENCIL and name in traits.SCALES and any(f.flags & SCALAR for f in floats):
         flags |= STENCIL
@@ -119,13 +118,26 @@ def _of_matrices(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
         return SOLVED
     if name in _END_A_MATRIX:
         return 0
+    amounts = _amounts(floats) if name in _PRESERVE_AMOUNTS else 0
     if name in PRODUCTS:
         return every & SOLVED | (some if contraction.adds_few(eqn) else every) & ASSEMBLED
     if name in traits.ADDS and not all(map(_may_join_a_solution, floats)):
         some &= ~SOLVED
     if name in traits.SCALES:  # by a norm that an SVD made: the rest is as it was
         some, _ = union([f for f in floats if not f.flags & SCALAR])
-    return some & (SOLVED | ASSEMBLED) | (ASSEMBLED if name in _ASSEMBLE else 0)
+    return amounts | some & (SOLVED | ASSEMBLED) | (ASSEMBLED if name in _ASSEMBLE else 0)
+
+
+def _amounts(floats: Sequence[Any]) -> int:
+    """Returns `AMOUNTS` where an operation's operands are such, beside constants and numbers."""
+    some, every = union([f for f in floats if not f.flags & (CONSTANT | SCALAR)])
+    return some & every & AMOUNTS
+
+
+def of_a_difference(eqn: Eqn, floats: Sequence[Any]) -> int:
+    """Returns `STENCIL` for the difference of constants, of which one is an array."""
+    is_of_an_array = not all(f.flags & SCALAR for f in floats)
+    return STENCIL if eqn.primitive.name == "sub" and is_of_an_array else 0
 
 
 def _may_join_a_solution(fact: Any) -> bool:
@@ -161,21 +173,6 @@ def _of_factors(floats: Sequence[Any]) -> int:
     others = [f.flags for f in floats if not f.flags & EITHER]
     by_weights = any(f.flags & (EITHER | PRODUCT) == EITHER for f in floats)
     return EITHER if by_weights or all(f & (CONSTANT | SCALAR) for f in others) else 0
-
-
-def of_array(value: Any) -> int:
-    """Returns the flags of a NumPy array that a program holds; one on a device is not read."""
-    if not isinstance(value, np.ndarray) or not 0 < value.size <= _MOST_WEIGHTS:
-        return 0
-    array = np.asarray(value)
-    some = array < 0
-    flags = 0 if array.all() else ASSEMBLED  # no weights of a layer are exactly 0
-    if not some.any():
-        return flags | (AMOUNTS if (array > 1).any() else 0)
-    if some.all():
-        return flags | NEGATED
-    balanced = abs(array.sum(dtype=np.float64)) <= _BALANCED * np.abs(array).sum(dtype=np.float64)
-    return flags | EITHER | (STENCIL if balanced else 0)
 
 
 def repeats(eqn: Eqn) -> bool:

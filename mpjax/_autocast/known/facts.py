@@ -13,9 +13,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._autocast.known import (
+    arrays,
+    chains,
     contraction,
     fact_flags,
     factors,
+    ranges,
     repeats,
     scopes,
     terms,
@@ -62,6 +65,7 @@ class Fact(NamedTuple):
     terms: terms.Terms = terms.NONE
     along: int = 0  # axes along which it repeats: see `repeats`
     added: frozenset[repeats.Added] = frozenset()  # what was added to it, and repeats
+    chain: chains.Chain = chains.NONE  # which matrices it was multiplied by
     factors: int = 1  # how often a value is multiplied by itself in it
 
 
@@ -194,12 +198,13 @@ def _entering(eqn: Eqn, part: structure.Part, facts: Facts) -> Entered:
 
 
 def _renumbered(fact: Fact, number: Any) -> Fact:
-    if not (fact.roots or fact.terms):
+    if not (fact.roots or fact.terms or fact.chain):
         return fact
     return fact._replace(
         roots=made_of.renumbered(fact.roots, number),
         added=repeats.renumbered(fact.added, number),
         terms=terms.renumbered(fact.terms, number),
+        chain=chains.renumbered(fact.chain, number),
     )
 
 
@@ -225,6 +230,7 @@ def _constant(eqn: Eqn, floats: Sequence[Fact]) -> Fact:
         return first._replace(flags=first.flags | REPEATED) if fact_flags.repeats(eqn) else first
     flags = CONSTANT | fact_flags.signs(eqn, floats)
     flags |= SCALAR if all(f.flags & SCALAR for f in floats) else 0
+    flags |= fact_flags.of_a_difference(eqn, floats)
     if name == "mul":
         return Fact(flags, math.prod(f.least for f in floats), math.prod(f.most for f in floats))
     if name == "div" and 0 < floats[1].least <= floats[1].most < math.inf:
@@ -244,7 +250,7 @@ class _Walk:
         self.next = max((n for f in given for n in made_of.in_fact(f)), default=-1) + 1
         self.facts = Facts(zip(jaxpr.invars, given, strict=True))
         for v, value in zip(jaxpr.constvars, consts, strict=True):
-            flags = _if_number(v) | fact_flags.of_array(value)
+            flags = _if_number(v) | arrays.flags(value)
             self.facts[v] = Fact(flags, roots=frozenset({made_of.constant(value)}))
         for eqn in jaxpr.eqns:
             derived = DERIVED if scopes.is_transposed(eqn) else 0
@@ -285,12 +291,15 @@ class _Walk:
         cancels = is_difference(eqn, facts)
         beside = fact_flags.repeated(eqn, floats)
         flags = fact_flags.of_operation(eqn, beside, some, every) | derived
+        flags |= ranges.of_operation(eqn, floats)
         if adds_a_constant(eqn, facts) and not some & DERIVED:
             flags |= BY_A_CONSTANT
         else:
             flags |= fact_flags.offset(eqn, beside, some, cancels=cancels)
         flags |= EITHER if cancels and some & OFFSET else 0
         outs = [self.result(eqn, floats, v, flags, every) for v in results]
+        if chain := chains.after(eqn, floats):
+            outs = [f._replace(chain=chain) for f in outs]
         if derived or not repeats.may_tell(eqn, operands):
             return outs
         told = (repeats.told(eqn, v, operands, cancels=cancels) for v in results)
@@ -415,5 +424,6 @@ class _Walk:
             roots=self.few(frozenset[made_of.Root]().union(*(f.roots for f in outs))),
             terms=terms.of_branches((t for f in outs for t in f.terms), self.number),
             added=frozenset[repeats.Added]().union(*(f.added for f in outs)),
+            chain=chains.joined(f.chain for f in outs),
             factors=max(f.factors for f in outs),
         )

@@ -76,6 +76,8 @@ def in_fact(fact: Any) -> Iterator[int]:
     """Yields the numbers that a fact holds."""
     yield from numbers(fact.roots)
     yield from numbers(frozenset(a.root for a in fact.added))
+    for roots, _ in fact.chain:
+        yield from numbers(roots)
     for term in fact.terms:
         yield term.number
         yield from numbers(term.roots)

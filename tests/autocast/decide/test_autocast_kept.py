@@ -13,7 +13,7 @@ from _places import ROOT
 from jax import lax
 
 import mpjax
-from mpjax._autocast.known import iterations
+from mpjax._autocast.known import chains, facts, iterations
 from mpjax._jaxpr import structure
 
 BY_NAME = {p.name: p for p in PROGRAMS}
@@ -175,31 +175,71 @@ def _norm(x):
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("turn", "want"),
-    [
-        (lambda v: (v @ _A,), (True,)),
-        (lambda v: (jnp.max(1 + 0.9 * (v @ _A)[None], 0) / 2,), (True,)),
-        (lambda v: (jax.jit(lambda v: v @ _A)(v) - v,), (True,)),
-        (lambda v: (jax.checkpoint(lambda v: v + 0.1 * v @ _A)(v),), (True,)),
-        (lambda u, v: (v, u @ _A), (True, True)),
-        (lambda u, v: (u + v, v @ _A), (False, True)),
-        (lambda v: (0.9 * v + 1,), (False,)),  # by no product
-        (lambda v: (jnp.tanh(v @ _A),), (False,)),
-        (lambda v: (jax.nn.relu(v @ _A),), (False,)),
-        (lambda v: (_norm(v @ _A),), (False,)),
-        (lambda v: (v + _norm(v) @ _A,), (False,)),
-        (lambda v: (v + jax.nn.gelu(v @ _A) @ _A,), (False,)),
-        (lambda v: (v / jnp.linalg.norm(v @ _A),), (False,)),
-        (lambda v: (v + (v @ _A + jnp.tanh(v @ _A) @ _A) @ _A,), (False,)),  # a residual network
-        (lambda v: (_A @ _A,), (False,)),
-    ],
-)
+TURNS = [
+    (lambda v: (v @ _A,), (True,)),
+    (lambda v: (jnp.max(1 + 0.9 * (v @ _A)[None], 0) / 2,), (True,)),
+    (lambda v: (jax.jit(lambda v: v @ _A)(v) - v,), (True,)),
+    (lambda v: (jax.checkpoint(lambda v: v + 0.1 * v @ _A)(v),), (True,)),
+    (lambda u, v: (v, u @ _A), (True, True)),
+    (lambda v: (0.9 * v + 1,), (False,)),  # by no product
+    (lambda v: (jnp.tanh(v @ _A),), (False,)),
+    (lambda v: (jax.nn.relu(v @ _A),), (False,)),
+    (lambda v: (_norm(v @ _A),), (False,)),
+    (lambda v: (v + _norm(v) @ _A,), (False,)),
+    (lambda v: (v + jax.nn.gelu(v @ _A) @ _A,), (False,)),
+    (lambda v: (v / jnp.linalg.norm(v @ _A),), (False,)),
+    (lambda v: (_A @ _A,), (False,)),
+]
+
+
+# Of these a loop tells more, since it sees of which carries each one is made.
+TURNS_OF_LOOPS = [
+    (lambda u, v: (u + v, v @ _A), (False, True)),
+    (lambda v: (v + (v @ _A + jnp.tanh(v @ _A) @ _A) @ _A,), (False,)),  # a residual network
+]
+
+
+@pytest.mark.parametrize(("turn", "want"), TURNS + TURNS_OF_LOOPS)
 def test_a_carry_is_iterated_linearly_that_reaches_itself_by_products_and_nothing_else(turn, want):
     start = tuple(jnp.ones((8, 8)) for _ in want)
     jaxpr = jax.make_jaxpr(lambda *c: lax.scan(lambda c, _: (turn(*c), None), c, None, 3))(*start)
     (part,) = structure.parts(next(e for e in jaxpr.eqns if e.primitive.name == "scan"))
     assert iterations.linear(part.program, part.carried.start, part.carries) == want
+
+
+@pytest.mark.parametrize(("turn", "want"), TURNS)
+@pytest.mark.parametrize("cut", [lambda fun: fun, jax.jit, jax.checkpoint])
+def test_law_of_chains_a_loop_that_is_written_out_is_one(turn, want, cut):
+    def written_out(*carries):
+        for _ in range(2 * chains.MANY):
+            carries = cut(turn)(*carries)
+        return carries
+
+    start = tuple(jnp.ones((8, 8)) for _ in want)
+    program = jax.make_jaxpr(written_out)(*start)
+    known = facts.inside(program, facts.unrelated(program.jaxpr))
+    assert tuple(chains.is_long(known[v].chain) for v in program.jaxpr.outvars) == want
+
+
+@pytest.mark.parametrize("power", [16, 23, 64])
+@pytest.mark.parametrize("cut", [lambda fun: fun, jax.jit, jax.checkpoint])
+def test_law_of_chains_each_product_of_a_power_is_float32(power, cut):
+    turned = lambda w, x: x @ cut(lambda m: jnp.linalg.matrix_power(m, power))(w - w.T)  # noqa: E731
+    rows = mpjax.explain(turned, "bf16-mixed")(_A, jnp.ones((4, 8))).rows
+    made = [r for r in rows if r.operation == "dot_general"]
+    assert {r.dtype for r in made} == {"f32"}
+    assert "errors grow" in str(made[0].reason)
+
+
+def test_few_factors_and_layers_of_weights_that_differ_are_no_long_chain():
+    def layers(x, ws):
+        for w in ws:
+            x = x + x @ w
+        return x @ jnp.linalg.matrix_power(ws[0], 8)
+
+    ws = [jnp.ones((8, 8)) for _ in range(30)]
+    rows = mpjax.explain(layers, "bf16-mixed")(jnp.ones((4, 8)), ws).rows
+    assert {r.dtype for r in rows if r.operation == "dot_general"} == {"bf16"}
 
 
 def test_layers_of_weights_that_differ_are_no_linear_iteration():

@@ -187,6 +187,18 @@ def _stationary(z, cut):
     return -jnp.sum(jnp.arange(1.0, 9.0).astype(z.dtype) * jnp.log(out))
 
 
+def _dependence(z, cut):
+    """How much two kernels have in common, centred by a matrix that is made in the function."""
+    centre = jnp.eye(len(z), dtype=z.dtype) - 1 / len(z)
+
+    def common(a, b):
+        return [jnp.trace(a @ centre @ b @ centre)]
+
+    a, b = _kernel(z / 4, z / 4), _kernel(*[jnp.asarray(TARGETS, z.dtype)[:, None]] * 2)
+    (ab,), (aa,), (bb,) = (cut(common)(*pair) for pair in ((a, b), (a, a), (b, b)))
+    return -ab / jnp.sqrt(aa * bb)
+
+
 X, U, D = _normal(64, 6), _normal(6, 32, scale=0.5), _normal(32, 8, scale=0.25)
 TARGETS = _normal(64)
 FREQUENCIES = _RNG.uniform(0.01, 0.03, (64, 1))
@@ -196,6 +208,7 @@ POINTS = _RNG.uniform(-1, 1, (12, 3)).astype(np.float32) + np.array([0, 0, 6], n
 CAMERA = np.array([[1000, 0, 960], [0, 1000, 540], [0, 0, 1]], np.float32)
 CORNERS = _RNG.integers(64, 80, (8, 2)).astype(np.float32)
 PROJECTION = _normal(8, 2)
+ON_A_DEVICE = jnp.asarray(PROJECTION)
 CHANCES = _RNG.dirichlet(np.ones(20) * 0.3, size=(3, 20)).astype(np.float32)
 PRICES = (1e4 + 30 * _RNG.normal(size=8)).astype(np.float32)
 PLACES, WAVES = (_RNG.integers(0, 512, (64, 2)) / 512).astype(np.float32), _normal(2, 16, scale=20)
@@ -212,6 +225,7 @@ LOSSES = {
     "expected places, and prices": _expected,
     "value iteration": _valued,
     "a Markov chain": _stationary,
+    "an independence criterion": _dependence,
 }
 
 
@@ -272,6 +286,9 @@ def _spectral_norm(x, w):
         (lambda x, w: x @ jnp.stack([w, w])[1], ["bf16"]),
         (lambda x, w: jnp.tanh(x @ w) @ PROJECTION, ["bf16"] * 2),
         (lambda x, w: jnp.tanh(x[:, :4] @ w[:4, :4]) @ PROJECTION[:4], ["bf16"] * 2),
+        (lambda x, w: jnp.tanh(x @ w) @ ON_A_DEVICE, ["bf16"] * 2),
+        (lambda x, w: jax.nn.one_hot(3, 8) @ w @ w, ["bf16"] * 2),
+        (lambda x, w: jnp.arange(8.0) @ w, ["bf16"]),
         (lambda x, w: x[:, :3] @ CAMERA, ["f32"]),
         (lambda x, w: jnp.asarray(np.eye(4, 8, dtype=np.float32)) @ w, ["bf16"]),
     ],

@@ -31,6 +31,7 @@ from mpjax._autocast.decide.read_flags import (
     TESTED,
 )
 from mpjax._autocast.known import (
+    chains,
     contraction,
     differences,
     fact_flags,
@@ -248,23 +249,33 @@ def of_product(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     """
     operands = [facts.of_atom(v, known) for v in eqn.invars[:2]]
     some, _ = fact_flags.union(operands)
-    if some & (fact_flags.SOLVED | fact_flags.STENCIL):
+    if some & (fact_flags.SOLVED | fact_flags.STENCIL) or _ends_a_chain(eqn, known):
         return SOLUTION
     if eqn.primitive.name != "dot_general":
         return 0
-    small = any(_is_small(eqn, i, fact) for i, fact in enumerate(operands))
+    small = any(_is_small(eqn, i, operands) for i in range(2))
     return SMALL if small or (out_read & RESULT and contraction.adds_few(eqn)) else 0
 
 
-def _is_small(eqn: Eqn, place: int, fact: facts.Fact) -> bool:
+def _ends_a_chain(eqn: Eqn, known: facts.Facts) -> bool:
+    """Whether a product has one factor many times, as `matrix_power(m, 64)` has."""
+    return chains.is_long(known[eqn.outvars[0]].chain) and contraction.is_product(eqn)
+
+
+def _is_small(eqn: Eqn, place: int, operands: Sequence[facts.Fact]) -> bool:
     """Whether an operand is a rotation, a camera, or constant coordinates of few dimensions.
 
-    Coordinates stand on the right: on the left, few rows are a small batch.
+    On the left of a parameter few rows may be a small batch, such as one token, instead.
     """
+    flags = operands[place].flags
     short = list(map(contraction.is_short, contraction.free_axes(eqn, place)))
     if contraction.adds_few(eqn):
-        return any(short) and bool(fact.flags & fact_flags.ASSEMBLED)
-    return place == 1 and all(short) and bool(fact.flags & fact_flags.AMOUNTS)
+        return any(short) and bool(flags & fact_flags.ASSEMBLED)
+    is_a_batch = place == 0 and not operands[1].flags & fact_flags.PRODUCT
+    if is_a_batch or not all(short):
+        return False
+    is_made_inside = flags & (fact_flags.CONSTANT | fact_flags.SCALAR) == fact_flags.CONSTANT
+    return is_made_inside or bool(flags & fact_flags.AMOUNTS)
 
 
 def keeps_from_low(read: int) -> int:

@@ -1,0 +1,117 @@
+"""Exponentials under float16: past 65504, or below 6e-8 and divided by, where float32 is right."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpjax
+
+_RNG = np.random.default_rng(0)
+X = _RNG.normal(size=(32, 8)).astype(np.float32)
+W = (0.5 * _RNG.normal(size=(8, 8))).astype(np.float32)
+CUTS = {
+    "uncut": lambda fun: fun,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "barrier": lambda fun: lambda *xs: fun(*lax.optimization_barrier(xs)),
+    "cond": lambda fun: lambda *xs: lax.cond(xs[0].sum() < 1e9, fun, fun, *xs),
+    "scan": lambda fun: lambda *xs: lax.scan(lambda c, _: (c, fun(*xs)), 0, None, 1)[1][0],
+}
+
+
+def _attention_without_a_maximum(cut):
+    """Scores of up to 30: their exponentials are past 1e12."""
+
+    def loss(x, w):
+        q = x @ w
+        scores = 30 * jnp.tanh(q @ q.T)
+        weights = cut(jnp.exp)(scores)
+        return jnp.mean((cut(lambda p, x: p @ x)(weights, x) / weights.sum(-1, keepdims=True)) ** 2)
+
+    return loss
+
+
+def _masked(cut):
+    def loss(x, w):
+        q = x @ w
+        weights = cut(lambda s: jnp.where(jnp.tri(32) > 0, jnp.exp(s), 0))(30 * jnp.tanh(q @ q.T))
+        return jnp.mean((weights.T @ x).T ** 2 / (weights.sum(0) + 1) ** 2)
+
+    return loss
+
+
+def _sinkhorn(cut):
+    """An entropic transport in its kernel form: `exp(-cost)` of costs of up to 40."""
+
+    def loss(x, w):
+        z = x @ w
+        cost = jnp.sum((z[:, None] - x[None]) ** 2, -1)
+        kernel = cut(lambda c: jnp.exp(-c))(cost)
+        share = jnp.ones(32) / 32
+
+        def turn(pair, _):
+            v = cut(lambda k, u: share / (k.T @ u))(kernel, pair[0])
+            return (cut(lambda k, v: share / (k @ v))(kernel, v), v), None
+
+        (u, v), _ = lax.scan(turn, (share, share), None, length=30)
+        return jnp.sum(u[:, None] * kernel * v * cost)
+
+    return loss
+
+
+LOSSES = {
+    "an attention without a maximum": _attention_without_a_maximum,
+    "one with a mask": _masked,
+    "an entropic transport": _sinkhorn,
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_law_of_exponentials_what_float16_cannot_hold_stays_float32(name, cut):
+    fun = LOSSES[name](CUTS[cut])
+    right = jax.value_and_grad(LOSSES[name](CUTS["uncut"]), (0, 1))(X, W)
+    got = jax.jit(jax.value_and_grad(mpjax.autocast(fun, "16-mixed"), (0, 1)))(X, W)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
+        assert np.linalg.norm(a - b) < 0.03 * np.linalg.norm(b)
+
+
+def _softmax_by_hand(x, w):
+    z = x @ w
+    e = jnp.exp(z - z.max(-1, keepdims=True))
+    return (e @ w) / e.sum(-1, keepdims=True)
+
+
+LOW = {
+    "a softmax": lambda x, w: jax.nn.softmax(x @ w) @ w,
+    "a softmax by hand": _softmax_by_hand,
+    "one with a temperature": lambda x, w: jnp.exp((x - x.max(-1, keepdims=True)) / 3) @ w,
+    "of a logsumexp": lambda x, w: (
+        jnp.exp(x - jax.scipy.special.logsumexp(x, -1, keepdims=True)) @ w
+    ),
+    "of a log softmax": lambda x, w: jnp.exp(jax.nn.log_softmax(x @ w)) @ w,
+    "limited": lambda x, w: jnp.exp(jnp.clip(x @ w, -5, 5)) @ w,
+    "a softplus": lambda x, w: jax.nn.softplus(x @ w) @ w,
+    "an elu": lambda x, w: jax.nn.elu(x @ w) @ w,
+    "a sigmoid by hand": lambda x, w: 1 / (1 + jnp.exp(-x @ w)) @ w,
+    "a spread of a latent": lambda x, w: (x @ w + jnp.exp(0.5 * (x @ w)) * x) @ w,
+}
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_layers_with_exponentials_in_range_are_low(name):
+    rows = mpjax.explain(LOW[name], "16-mixed")(X, W).rows
+    assert {row.dtype for row in rows if row.operation == "dot_general"} == {"f16"}
+
+
+def test_bfloat16_holds_an_exponential_and_explain_says_why_float16_does_not():
+    fun = LOSSES["an attention without a maximum"](CUTS["uncut"])
+    rows = {
+        policy: [r for r in mpjax.explain(fun, policy)(X, W).rows if r.operation == "dot_general"]
+        for policy in ("bf16-mixed", "16-mixed")
+    }
+    assert {r.dtype for r in rows["bf16-mixed"]} == {"bf16"}
+    (kept,) = [r for r in rows["16-mixed"] if r.dtype == "f32"]
+    assert "float16 might not hold an exponential" in str(kept.reason)
