@@ -1,7 +1,9 @@
 """What the arrays tell that a program closes over: which are coordinates, stencils, rotations.
 
-A layer's weights are neither exactly 0, nor whole numbers, nor at equal distances. An array of such
-numbers was written by a person, or made by a formula.
+An array of whole numbers, or of numbers at equal distances, was written by a person or made by a
+formula. Some weights of a layer are no such numbers, and are exactly 0 only where all are. Of such
+weights nothing is told, not even a sign: a model that closes over its parameters is decided as one
+that takes them.
 """
 
 from __future__ import annotations
@@ -32,17 +34,19 @@ def flags(value: Any) -> int:
     if not _is_read(value):
         return 0
     array = np.asarray(jax.device_get(value), np.float64)
-    some = array < 0
-    made = 0 if array.all() else ASSEMBLED
     if not np.isfinite(array).all():
-        return made
-    is_positive = not some.any() and array.max() > 1
-    made |= AMOUNTS if is_positive or _is_a_grid(array) else 0
-    if not some.any():
-        return made
-    if some.all():
-        return made | NEGATED
-    return made | EITHER | (STENCIL if _is_a_stencil(array) else 0)
+        return 0
+    if not np.ptp(array):  # as all initial weights of a layer may be
+        return NEGATED if array.flat[0] < 0 and _are_whole(array) else 0
+    is_signed, is_grid = bool((array < 0).any()), _is_a_grid(array)
+    made = 0 if array.all() else ASSEMBLED
+    if is_grid or (array.max() > 1 and not is_signed):
+        made |= AMOUNTS
+    if is_signed and _is_a_stencil(array, is_grid=is_grid):
+        made |= STENCIL | EITHER
+    if is_signed and is_grid:
+        made |= EITHER if array.max() > 0 else NEGATED
+    return made
 
 
 def _is_read(value: Any) -> bool:
@@ -56,19 +60,22 @@ def _is_read(value: Any) -> bool:
     return compat.has_values(value) and value.is_fully_addressable and not value.is_deleted()
 
 
-def _is_a_stencil(array: np.ndarray[Any, Any]) -> bool:
+def _is_a_stencil(array: np.ndarray[Any, Any], *, is_grid: bool) -> bool:
     """Whether numbers add up to 0, and not by chance."""
-    if abs(array.sum()) > _EQUAL * np.abs(array).sum():
-        return False
-    return array.size <= _FEW or _is_a_grid(array)
+    is_balanced = abs(array.sum()) <= _EQUAL * np.abs(array).sum()
+    return bool(is_balanced) and (is_grid or array.size <= _FEW)
 
 
 def _is_a_grid(array: np.ndarray[Any, Any]) -> bool:
     """Whether numbers are whole, at equal distances, or each there twice, but for its sign."""
-    if (array == np.round(array)).all():
+    if _are_whole(array):
         return True
     distinct = np.unique(array)
     steps = np.diff(distinct)
     if steps.size > 1 and np.ptp(steps) <= _EQUAL * np.abs(distinct).max():
         return True
     return 2 * np.unique(np.abs(array)).size <= array.size + 1
+
+
+def _are_whole(array: np.ndarray[Any, Any]) -> bool:
+    return bool((array == np.round(array)).all())

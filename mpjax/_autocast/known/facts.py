@@ -283,7 +283,8 @@ class _Walk:
         some, every = fact_flags.union(floats)
         if not floats:  # integers; of constants when they are made floats
             roots = frozenset[made_of.Root]().union(*(f.roots for f in operands))
-            return [Fact(CONSTANT, roots=self.few(roots))] * len(results)
+            flags = CONSTANT | ranges.of_logic(eqn)
+            return [Fact(flags, roots=self.few(roots))] * len(results)
         if every & CONSTANT:
             return [_constant(eqn, floats)] * len(results)
         if hands_on_each(eqn, sorts=True):

@@ -64,8 +64,8 @@ def residual(x, w):
 
 
 def logsumexp(x, shares):
-    most = x.max(1)
-    return jnp.log(jnp.exp(x - most[:, None]) @ shares) + most
+    most = x.max(1, keepdims=True)
+    return jnp.log(jnp.exp(x - most) @ shares) + most
 
 
 def average(new):
@@ -93,7 +93,7 @@ def average(new):
         (lambda x, w: jnp.exp(x) + x @ w, states.WIDE),  # a loss, and no stream
         (lambda x, w: jnp.tanh(jnp.exp(x) + x @ w) @ w, states.WIDE),  # of which neither is made
         (lambda x, w: jnp.tanh(residual(x @ w, w)) @ w, states.low(BF16)),  # a branch of a stream
-        (lambda x, w: jnp.tanh(logsumexp(x @ w, w[0])) @ w[:4], states.WIDE),  # its maximum is none
+        (lambda x, w: jnp.tanh(logsumexp(x @ w, w)) @ w, states.WIDE),  # its maximum is none
         (lambda x, w: jnp.sin(residual(x @ w, w)) @ w, states.WIDE),  # which a sine reads
         (lambda x, w: jnp.tanh(average(x @ w)) @ w, states.WIDE),  # by no product
         (lambda x, w: residual(x[:2], w) @ w, states.KEPT),  # of a part of an input

@@ -1,6 +1,6 @@
-"""Expected values: a softmax times constants, such as places, prices or a support of returns.
+"""Expected values: chances times numbers, such as places, prices or a support of returns.
 
-Wherever the constants come from, and on whichever side of the product they stand, a loss that reads
+Wherever the numbers come from, and on whichever side of the product they stand, a loss that reads
 an expected value is as right as one of a network that is cast by hand.
 """
 
@@ -89,3 +89,36 @@ def test_law_of_supports_the_errors_are_those_of_a_network_cast_by_hand(name, fo
         for fun in (by_hand, mpjax.autocast(loss, policy))
     )
     assert got <= 2 * max(hand, 2**-7), (got, hand)
+
+
+WEIGHTS = {
+    "a softmax": jax.nn.softmax,
+    "one by hand": lambda z: jnp.exp(z) / jnp.exp(z).sum(-1, keepdims=True),
+    "of a log softmax": lambda z: jnp.exp(jax.nn.log_softmax(z)),
+    "one-hot rows": lambda z: jax.nn.one_hot(np.arange(len(X)) * 7 % COUNT, COUNT, dtype=z.dtype),
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("policy", LOW)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_law_of_supports_numbers_that_are_given_are_as_right(name, form, cut, policy):
+    weigh = WEIGHTS[name]
+
+    def loss(w, x, prices, target, low=None, cut=CUTS[cut]):
+        z = x @ w if low is None else (x.astype(low) @ w.astype(low)).astype(x.dtype)
+        return jnp.mean((cut(FORMS[form])(weigh(z), prices) + 0.1 * z[:, 0] - target) ** 2)
+
+    def errors(fun, right):
+        got = jax.jit(jax.grad(fun))(W, X, _PRICES, target)
+        return np.linalg.norm(got - right) / np.linalg.norm(right)
+
+    with jax.enable_x64(True):
+        w, x, prices = (jnp.asarray(a, jnp.float64) for a in (W, X, _PRICES))
+        exact = weigh(x @ w) @ prices + 0.1 * (x @ w)[:, 0]
+        target = np.asarray(exact + 0.05 * np.random.default_rng(1).normal(size=len(X)), np.float32)
+        right = np.asarray(jax.jit(jax.grad(loss))(w, x, prices, target.astype(np.float64)))
+    hand = errors(lambda *args: loss(*args, LOW[policy], CUTS["uncut"]), right)
+    assert errors(mpjax.autocast(loss, policy), right) <= 2 * max(hand, 2**-7)

@@ -37,6 +37,7 @@ from mpjax._autocast.known import (
     fact_flags,
     factors,
     facts,
+    ranges,
     roots,
     scopes,
     totals,
@@ -263,16 +264,20 @@ def _ends_a_chain(eqn: Eqn, known: facts.Facts) -> bool:
 
 
 def _is_small(eqn: Eqn, place: int, operands: Sequence[facts.Fact]) -> bool:
-    """Whether an operand is a rotation, a camera, or constant coordinates of few dimensions.
+    """Whether an operand is a rotation, a camera, or coordinates of few dimensions.
 
-    On the left of a parameter few rows may be a small batch, such as one token, instead.
+    Coordinates are constants, or are weighted by chances or one-hot rows. On the left of a
+    parameter few rows may be a small batch, such as one token, instead.
     """
-    flags = operands[place].flags
+    flags, other = operands[place].flags, operands[1 - place].flags
     short = list(map(contraction.is_short, contraction.free_axes(eqn, place)))
     if contraction.adds_few(eqn):
         return any(short) and bool(flags & fact_flags.ASSEMBLED)
-    is_a_batch = place == 0 and not operands[1].flags & fact_flags.PRODUCT
-    if is_a_batch or not all(short):
+    if not all(short):
+        return False
+    if other & ranges.CHANCES:
+        return True
+    if place == 0 and not other & fact_flags.PRODUCT:
         return False
     is_made_inside = flags & (fact_flags.CONSTANT | fact_flags.SCALAR) == fact_flags.CONSTANT
     return is_made_inside or bool(flags & fact_flags.AMOUNTS)
