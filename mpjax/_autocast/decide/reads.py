@@ -199,13 +199,14 @@ def _of_product(eqn: Eqn, out_read: int, later: int) -> list[int]:
         return [out_read & passed] * len(eqn.invars)
     if not reasons.has_default_precision(eqn):
         return [later | RUINED] * len(eqn.invars)
+    relative = RELATIVE if out_read & (NEAR | RELATIVE) else 0
     if flag := conditioned.keeps_from_low(out_read):
         small = flag == SMALL and not out_read & NEAR
-        return [later | (NEAR if small else RUINED | flag & SOLUTION)] * len(eqn.invars)
+        kept = NEAR if small else RUINED | flag & SOLUTION
+        return [later | relative | kept] * len(eqn.invars)
     if reasons.as_written(eqn) or scopes.is_as_written(eqn):
         return [later] * len(eqn.invars)
-    handed_on = out_read & AGAIN  # equal products are of operands that are rounded alike
-    handed_on |= RELATIVE if out_read & (NEAR | RELATIVE) else 0
+    handed_on = relative | out_read & AGAIN  # equal products are of operands rounded alike
     return [PRODUCT | LATER | FORWARD | WHOLE | handed_on] * 2 + [0] * (len(eqn.invars) - 2)
 
 

@@ -18,7 +18,7 @@ from mpjax._autocast.known.fact_flags import AMOUNTS, ASSEMBLED, EITHER, NEGATED
 from mpjax._base import compat
 
 _MOST_READ = 1 << 14
-"""Larger arrays are not read: on a device, this takes time."""
+"""Larger arrays on a device are not read, and so many numbers of a larger one of NumPy are."""
 _FEW = 256
 """So few random weights do not add up to 0 by chance."""
 _EQUAL = 1e-6
@@ -26,56 +26,65 @@ _EQUAL = 1e-6
 
 
 def flags(value: Any) -> int:
-    """Returns the flags of a constant array, of which larger ones are not read.
+    """Returns the flags of a constant array.
 
     Args:
       value: what a program closes over, such as a NumPy array, one on a device, or a random key.
     """
     if not _is_read(value):
         return 0
-    array = np.asarray(jax.device_get(value), np.float64)
-    if not np.isfinite(array).all():
+    array = np.asarray(jax.device_get(value))
+    some = _some(array).astype(np.float64)
+    if not np.isfinite(some).all():
         return 0
-    if not np.ptp(array):  # as all initial weights of a layer may be
-        return NEGATED if array.flat[0] < 0 and _are_whole(array) else 0
-    is_signed, is_grid = bool((array < 0).any()), _is_a_grid(array)
-    made = 0 if array.all() else ASSEMBLED
-    if is_grid or (array.max() > 1 and not is_signed):
+    if not np.ptp(some):  # as all initial weights of a layer may be
+        return NEGATED if some[0] < 0 and _are_whole(some) else 0
+    is_signed, is_grid = bool((some < 0).any()), _is_a_grid(some)
+    made = 0 if some.all() else ASSEMBLED
+    if is_grid or (some.max() > 1 and not is_signed):
         made |= AMOUNTS
-    if is_signed and _is_a_stencil(array, is_grid=is_grid):
+    if is_signed and (is_grid or array.size <= _FEW) and _adds_up_to_0(array):
         made |= STENCIL | EITHER
     if is_signed and is_grid:
-        made |= EITHER if array.max() > 0 else NEGATED
+        made |= EITHER if some.max() > 0 else NEGATED
     return made
 
 
 def _is_read(value: Any) -> bool:
-    """Whether a value is a small array of floats that is all on this machine."""
-    if not isinstance(value, (np.ndarray, jax.Array)) or not 0 < value.size <= _MOST_READ:
+    """Whether a value is an array of floats that is all on this machine."""
+    if not isinstance(value, (np.ndarray, jax.Array)) or not value.size:
         return False
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return False
     if isinstance(value, np.ndarray):
         return True
-    return compat.has_values(value) and value.is_fully_addressable and not value.is_deleted()
+    is_here = compat.has_values(value) and value.is_fully_addressable and not value.is_deleted()
+    return is_here and value.size <= _MOST_READ
 
 
-def _is_a_stencil(array: np.ndarray[Any, Any], *, is_grid: bool) -> bool:
-    """Whether numbers add up to 0, and not by chance."""
-    is_balanced = abs(array.sum()) <= _EQUAL * np.abs(array).sum()
-    return bool(is_balanced) and (is_grid or array.size <= _FEW)
+def _some(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns the numbers of an array in one row, or of a large one some at random places."""
+    row = array.reshape(-1)
+    if row.size <= _MOST_READ:
+        return row
+    return row[np.random.default_rng(0).integers(row.size, size=_MOST_READ)]
 
 
-def _is_a_grid(array: np.ndarray[Any, Any]) -> bool:
+def _adds_up_to_0(array: np.ndarray[Any, Any]) -> bool:
+    total = abs(array.sum(dtype=np.float64))
+    return bool(total <= _EQUAL * np.abs(array).sum(dtype=np.float64))
+
+
+def _is_a_grid(numbers: np.ndarray[Any, Any]) -> bool:
     """Whether numbers are whole, at equal distances, or each there twice, but for its sign."""
-    if _are_whole(array):
+    if _are_whole(numbers):
         return True
-    distinct = np.unique(array)
+    distinct = np.unique(numbers)
     steps = np.diff(distinct)
     if steps.size > 1 and np.ptp(steps) <= _EQUAL * np.abs(distinct).max():
         return True
-    return 2 * np.unique(np.abs(array)).size <= array.size + 1
+    return 2 * np.unique(np.abs(numbers)).size <= numbers.size + 1
 
 
-def _are_whole(array: np.ndarray[Any, Any]) -> bool:
-    return bool((array == np.round(array)).all())
+def _are_whole(numbers: np.ndarray[Any, Any]) -> bool:
+    return bool((numbers == np.round(numbers)).all())

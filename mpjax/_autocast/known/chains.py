@@ -14,30 +14,32 @@ from typing import Any, TypeAlias
 from mpjax._autocast.known import roots as made_of
 from mpjax._autocast.known import traits
 from mpjax._autocast.known.fact_flags import PRODUCT
+from mpjax._autocast.known.linear import is_linear
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
+from mpjax._jaxpr.op_rules import PRODUCTS
 
 Chain: TypeAlias = "frozenset[tuple[made_of.Roots, int]]"
 """The factors of a value, by their roots, and how often each is one."""
 NONE: Chain = frozenset()
 MANY = 16
 """The errors of fewer factors are those of as many layers."""
-_LINEAR = (traits.HANDS_ON | MOVES | traits.STATISTIC) - traits.DISTANCES
 _MOST = 4
 
 
-def after(eqn: Eqn, floats: Sequence[Any]) -> Chain:
-    """Returns the chain of an operation's results, given the facts of its float operands."""
+def after(eqn: Eqn, operands: Sequence[Any]) -> Chain:
+    """Returns the chain of an operation's results, given the facts of its operands."""
     name = eqn.primitive.name
     if name in PRODUCTS:
-        return _few(sum((_factors(f) for f in floats[:2]), Counter()))
-    others = [f for f in floats if not f.chain]
-    if len(others) == len(floats) or name not in _LINEAR:
+        return _few(sum((_factors(f) for f in operands[:2]), Counter()))
+    others = [f for f in operands if not f.chain]
+    if len(others) == len(operands):
+        return NONE
+    if not is_linear(eqn, lambda i: operands[i].flags & PRODUCT):
         return NONE
     # A norm, by which a value is divided, is made of it: the quotient is not linear in it.
     if name in traits.SCALES and (len(others) != 1 or others[0].flags & PRODUCT):
         return NONE
-    return joined(f.chain for f in floats)
+    return joined(f.chain for f in operands)
 
 
 def joined(several: Iterable[Chain]) -> Chain:

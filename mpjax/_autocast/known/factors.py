@@ -38,16 +38,19 @@ def count(eqn: Eqn, facts: Sequence[Any]) -> int:
     name = eqn.primitive.name
     if name == "mul":
         first, second = facts
-        is_same = first.roots == second.roots and first.roots
-        is_power = is_same and bool(first.factors) == bool(
-            second.factors
-        )  # `z * sigmoid(z)` is not
+        is_power = first.roots == second.roots and first.roots and not is_gated(facts)
         return min(sum(max(f.factors, 1) for f in facts), MANY) if is_power else _most(facts)
     if name in ("integer_pow", "square"):
         return min(max(facts[0].factors, 1) * max(abs(eqn.params.get("y", 2)), 1), MANY)
     if name in traits.SATURATES:
         return 0
     return _most(facts) if name in _HANDS_ON else 1
+
+
+def is_gated(facts: Sequence[Any]) -> bool:
+    """Whether a value is multiplied by a bounded function of it, as in `z * sigmoid(z)`."""
+    first, second = facts
+    return bool(first.factors) != bool(second.factors) and roots.meet(first.roots, second.roots)
 
 
 def _most(facts: Sequence[Any]) -> int:

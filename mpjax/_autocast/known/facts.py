@@ -299,7 +299,7 @@ class _Walk:
             flags |= fact_flags.offset(eqn, beside, some, cancels=cancels)
         flags |= EITHER if cancels and some & OFFSET else 0
         outs = [self.result(eqn, floats, v, flags, every) for v in results]
-        if chain := chains.after(eqn, floats):
+        if chain := chains.after(eqn, operands):
             outs = [f._replace(chain=chain) for f in outs]
         if derived or not repeats.may_tell(eqn, operands):
             return outs

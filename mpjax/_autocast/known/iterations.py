@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 from mpjax._autocast.known import traits
 from mpjax._autocast.known.contraction import is_product
+from mpjax._autocast.known.linear import is_linear
 from mpjax._autocast.known.ways import leading, places
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
-from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each
-
-_LINEAR = (traits.HANDS_ON | MOVES | traits.STATISTIC | traits.JOINS) - traits.DISTANCES
+from mpjax._jaxpr.op_rules import PRODUCTS, hands_on_each
 
 
 class LinearSets(NamedTuple):
@@ -92,7 +91,9 @@ def _made(eqn: Eqn, operands: Sequence[LinearSets]) -> Sequence[LinearSets]:
     way = _joined(operands)
     if name in PRODUCTS or name in traits.SCALES:
         way = _multiplied(*operands[:2], divides=name == "div")
-    elif name not in _LINEAR:
+    elif name == "select_n":  # what its mask is made of need not be what is iterated
+        way = way._replace(otherwise=way.otherwise | operands[0].all)
+    elif not is_linear(eqn, lambda _: False):
         way = LinearSets(way.all, otherwise=way.all)
     if is_product(eqn):
         way = way._replace(linear=0, by_product=way.linear | way.by_product)

@@ -37,6 +37,7 @@ from mpjax._autocast.known import (
     fact_flags,
     factors,
     facts,
+    linear,
     ranges,
     roots,
     scopes,
@@ -56,8 +57,6 @@ _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
 _STOP_A_DISTANCE = _STOP_A_DIFFERENCE | traits.SATURATES
 """Through all others a distance that is read of results is read of operands, too."""
 _WITHOUT_A_CLASS = traits.LOOKS | traits.HANDS_ON
-_HAND_ON_A_MATRIX = traits.HANDS_ON | traits.POWERS | traits.STATISTIC | {"abs"}
-"""Through these alone what is solved for, or transformed, is a product's result: no relu."""
 _HANDED_ON = NEAR | CANCELS | RUINED | DIFFERENCE | AGAIN | RESULT | SOLUTION | RELATIVE
 
 
@@ -85,9 +84,23 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         read |= CANCELS
     if name in traits.OF_FEW or totals.is_along_one(eqn):
         read |= out_read & RUINED
-    if name in _HAND_ON_A_MATRIX:
-        read |= out_read & (RELATIVE if name == "abs" else RELATIVE | SOLUTION)
+    if out_read & (SOLUTION | RELATIVE):
+        read |= out_read & _of_a_matrix(eqn, known)
     return read
+
+
+def _of_a_matrix(eqn: Eqn, known: facts.Facts) -> int:
+    """Returns the flags of what is solved for or transformed, where an operation hands them on."""
+    name = eqn.primitive.name
+    if name in traits.POWERS:
+        return SOLUTION | RELATIVE
+    if name == "abs":
+        return RELATIVE
+    operands = [facts.of_atom(v, known) for v in eqn.invars]
+    if name in traits.SCALES and factors.is_gated(operands):
+        return 0
+    is_linear = linear.is_linear(eqn, lambda i: operands[i].flags & fact_flags.PRODUCT)
+    return SOLUTION | RELATIVE if is_linear else 0
 
 
 def of_a_test(eqn: Eqn) -> list[int]:
@@ -109,7 +122,7 @@ def _is_compared(aval: Any) -> bool:
 def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     """Returns how an operation reads its operands, whoever reads its results."""
     name = eqn.primitive.name
-    if name in traits.SOLVES or (name == "fft" and out_read & (NEAR | RELATIVE)):
+    if name in traits.SOLVES or (name == "fft" and out_read & (NEAR | RELATIVE | SOLUTION)):
         return SOLUTION
     if name in traits.ANGLES or name in traits.DISTANCES:
         return NEAR | RESULT
@@ -244,13 +257,15 @@ def of_product(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     """Returns the flags of what is beside a product: a factorisation, a spectrum, a small matrix.
 
     As `k - a @ solve(b, a.T)`, a variance, and `v @ diag(1 / w) @ v.T`: the more singular a matrix
-    is, the larger are the terms that cancel. And a transform by constants, as `x @ waves`, cancels
-    what a logarithm of its spectrum reads, as a stencil does. What turns and projects points is
-    put together, as a rotation, or a constant, as a camera: no work for a matrix unit.
+    is, the larger are the terms that cancel. A stencil cancels, too, and so does a transform by
+    constants, as `x @ waves`, whose logarithm is read. What turns and projects points is put
+    together, as a rotation, or a constant, as a camera: no work for a matrix unit.
     """
     operands = [facts.of_atom(v, known) for v in eqn.invars[:2]]
     some, _ = fact_flags.union(operands)
     if some & (fact_flags.SOLVED | fact_flags.STENCIL) or _ends_a_chain(eqn, known):
+        return SOLUTION
+    if out_read & (NEAR | RELATIVE) and some & fact_flags.AMOUNTS:
         return SOLUTION
     if eqn.primitive.name != "dot_general":
         return 0
