@@ -14,9 +14,11 @@ from jax.interpreters import ad, batching, mlir
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
+from mpjax._base.exported import exported
 from mpjax._base.public import public
 
 
+@exported
 @public
 @jax.tree_util.register_pytree_with_keys_class
 class QuantizedArray:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
+from mpjax._base.exported import exported
 from mpjax._base.typing import Array
 from mpjax._low_precision.rounding import TINY, stochastic
 
@@ -24,6 +25,7 @@ FLOAT8_MAX = 448.0
 _SNAP = 2.0**-11
 
 
+@exported
 class FirstMoment(NamedTuple):
     """A moment of either sign in 8 bits."""
 
@@ -31,6 +33,7 @@ class FirstMoment(NamedTuple):
     scales: Array  # f32[..., blocks]
 
 
+@exported
 class SecondMoment(NamedTuple):
     """A moment in 8 bits that is never negative; a value that is not 0 does not become 0."""
 

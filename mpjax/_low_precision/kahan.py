@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._base.dtypes import FLOAT32, POLICY_DTYPES
+from mpjax._base.exported import exported
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.tree import to_full
 from mpjax._base.typing import Array, PyTree
@@ -16,6 +17,7 @@ from mpjax._low_precision.rounding import land, nearest
 BFLOAT16 = POLICY_DTYPES["bf16"]
 
 
+@exported
 class KahanState(NamedTuple):
     """State of `with_kahan`: the parameters' rounding errors, and the wrapped state."""
 

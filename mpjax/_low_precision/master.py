@@ -12,6 +12,7 @@ import optax
 
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
+from mpjax._base.exported import exported
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.tree import to_full
 from mpjax._base.typing import Array, PyTree
@@ -20,6 +21,7 @@ from mpjax._low_precision.owner import RoundingOwner, map_narrow, nothing, unles
 from mpjax._low_precision.rounding import land, nearest
 
 
+@exported
 class MasterWeightsState(NamedTuple):
     """State of `with_master_weights`: the float32 parameters, and the wrapped state."""
 
@@ -30,6 +32,7 @@ class MasterWeightsState(NamedTuple):
     runs_inner = True
 
 
+@exported
 class SplitWeightsState(NamedTuple):
     """State of `with_master_weights(tx, bits=24)`: corrections of the parameters, and the rest."""
 

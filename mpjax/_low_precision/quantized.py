@@ -12,6 +12,7 @@ import optax
 from mpjax._base.described import described
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.exported import exported
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.tree import leaf_paths
 from mpjax._base.typing import Array, PyTree
@@ -29,6 +30,7 @@ LEAST_SIZE = 4096
 _SPARED = ("*embed*", "*norm*")  # whatever the case of their letters
 
 
+@exported
 class QuantizedState(NamedTuple):
     """State of `with_quantized_state`: how many steps were rounded, and the state inside."""
 

@@ -8,6 +8,7 @@ import optax
 
 from mpjax._base.dtypes import FLOAT32, POLICY_DTYPES, DType, canonical_dtype
 from mpjax._base.errors import message
+from mpjax._base.exported import exported
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.typing import Array, DTypeSpec, PyTree
 from mpjax._low_precision.codes import is_coded
@@ -17,6 +18,7 @@ from mpjax._low_precision.rounding import is_narrow, stochastic
 from mpjax._low_precision.stored import StoredMoments
 
 
+@exported
 class StateDtypesState(NamedTuple):
     """State of `with_state_dtypes`: how many steps were rounded, and the state inside."""
 

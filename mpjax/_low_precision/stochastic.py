@@ -11,6 +11,7 @@ import optax
 
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
+from mpjax._base.exported import exported
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.tree import is_array, leaf_paths, to_full
 from mpjax._base.typing import Array, PyTree
@@ -20,6 +21,7 @@ from mpjax._low_precision.rounding import land, stochastic
 from mpjax._low_precision.skipped import was_taken
 
 
+@exported
 class StochasticRoundingState(NamedTuple):
     """State of `with_stochastic_rounding`: the source of the chances, and the wrapped state."""
 

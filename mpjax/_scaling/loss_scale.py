@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from mpjax._base import compat
 from mpjax._base.errors import message
+from mpjax._base.exported import exported
 from mpjax._base.foreign_errors import attribute_error, names_keywords
 from mpjax._base.foreign_names import LOSS_SCALE, SCALE_ATTRIBUTES
 from mpjax._base.gradient_tags import tag
@@ -181,6 +182,7 @@ def _rebuild(cls: type[_ScalarFields], fields: tuple[Any, ...], mark: str | None
     return cls.tree_unflatten(mark, fields)
 
 
+@exported
 @jax.tree_util.register_pytree_with_keys_class
 class OwnedLossScale:
     """A loss scale of the user's own class, marked as `current_loss_scale` marks ours."""
@@ -252,6 +254,7 @@ def without_owner(scale: Any) -> Any:
     return scale
 
 
+@exported
 @public
 @jax.tree_util.register_pytree_with_keys_class
 class StaticLossScale(_ScalarFields):
@@ -291,6 +294,7 @@ class StaticLossScale(_ScalarFields):
         return self
 
 
+@exported
 @public
 @jax.tree_util.register_pytree_with_keys_class
 class DynamicLossScale(_ScalarFields):

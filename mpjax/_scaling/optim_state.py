@@ -10,6 +10,7 @@ import optax
 
 from mpjax._base.described import described
 from mpjax._base.errors import message
+from mpjax._base.exported import exported
 from mpjax._base.public import public_in
 from mpjax._base.typing import Array, PyTree
 from mpjax._scaling.loss_scale import (
@@ -25,6 +26,7 @@ DYNAMIC_FIELDS = tuple(DynamicLossScale.__slots__[1:])
 Adjustment = dict[str, Array] | LossScale | None
 
 
+@exported
 @public_in("mpjax.optim")
 class LossScaleState(NamedTuple):
     """State of `with_loss_scale`: strong-typed scalars, and the wrapped state.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from mpjax._base.compat import has_values
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
+from mpjax._base.exported import exported
 from mpjax._base.foreign_errors import attribute_error
 from mpjax._base.foreign_names import STATE_ATTRIBUTES
 from mpjax._base.public import public_in
@@ -17,6 +18,7 @@ from mpjax._low_precision.forms import reweighted
 from mpjax._training.summary import describe_state
 
 
+@exported
 @public_in("mpjax.train")
 class TrainState(NamedTuple):
     """The state of a train step; a pytree of plain containers, for checkpoints.
