@@ -18,7 +18,7 @@ from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import Settings, initial_state
 from mpjax._autocast.decorator import Decorator, refuses_torch
 from mpjax._autocast.eight_bits import delayed, quantized
-from mpjax._autocast.known import scopes
+from mpjax._autocast.known import scopes, updated
 from mpjax._autocast.planning import plan_alike
 from mpjax._autocast.product import precision
 from mpjax._autocast.run.interpreter import Interpreter
@@ -89,8 +89,9 @@ def autocast(
       SupportWarning: float16 products are compiled for a TPU.
 
     Dtypes:
-      As `fun`, floating results in `policy.output_dtype`. Integers, float64, complex, 8-bit and
-      explicitly cast values are computed as they are written.
+      As `fun`, floating results in `policy.output_dtype`, but for an argument that `fun` hands
+      back, updated or not: a decoder's cache keeps its dtype. Integers, float64, complex, 8-bit
+      and explicitly cast values are computed as they are written.
 
     Transforms:
       All of JAX's, of it and inside it. Functions with custom derivatives keep their rules.
@@ -132,7 +133,7 @@ def autocast(
             with jax.named_scope(scopes.AS_WRITTEN):  # an outer autocast leaves this scope alone
                 full = stateful.call_in_full(fun, args, kwargs, f"autocast({name_of(fun)})")
                 return chosen.cast_to_output(full)
-        return chosen.cast_to_output(call(fun, args, kwargs, settings))
+        return call(fun, args, kwargs, settings, casts=True)
 
     return wrapped
 
@@ -213,6 +214,8 @@ def call(
     settings: Settings,
     tracked: delayed.Tracked | None = None,
     stored: list[str] | None = None,
+    *,
+    casts: bool = False,
 ) -> Any:
     """Returns `fun(*args, **kwargs)` under `settings`.
 
@@ -221,9 +224,12 @@ def call(
       settings: the user's options.
       tracked: amaxes of earlier steps, for a recipe with a history.
       stored: paths of parameters; a rule that matches one of them is not reported as unused.
+      casts: whether to return the policy's `output_dtype`, where `fun` does not hand an argument
+        back, as a decoder's cache.
     """
     if stateful.is_initializing(stateful.linen_modules(fun, (args, kwargs))):
-        return fun(*args, **kwargs)
+        result = fun(*args, **kwargs)
+        return settings.policy.cast_to_output(result) if casts else result
     traced, plan = planned(fun, args, kwargs, settings)
     quantized.warn_if_nothing(plan)
     warn_of_rules(plan.settings, traced.jaxpr, stored or [])
@@ -236,7 +242,17 @@ def call(
     result, changed = jax.tree.unflatten(traced.out_tree, typed)
     for place, leaves in zip(traced.changed, changed, strict=True):
         stateful.write_back(stateful.modules(traced.given)[place], leaves)
-    return result
+    return _cast_to_output(result, traced, settings.policy) if casts else result
+
+
+def _cast_to_output(result: Any, traced: Traced, policy: scopes.Policies) -> Any:
+    """Returns results in the output dtype, but for arguments that the function hands back."""
+    keeps = updated.keeps_dtype(traced.jaxpr)
+    made = policy.cast_to_output(result)
+    if not any(keeps):
+        return made
+    of_results, _ = jax.tree.unflatten(traced.out_tree, keeps)
+    return jax.tree.map(lambda keep, own, cast: own if keep else cast, of_results, result, made)
 
 
 def planned(

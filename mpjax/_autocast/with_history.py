@@ -98,7 +98,7 @@ def with_amax_history(
     def apply(history: Any, *args: Any, **kwargs: Any) -> Any:
         delayed.unwrapped(history)
         tracked = delayed.Tracked(None, delayed.amaxes_of(history, chosen))
-        return chosen.cast_to_output(api.call(fun, args, kwargs, settings, tracked))
+        return api.call(fun, args, kwargs, settings, tracked, casts=True)
 
     def update(history: Any, seen: Any, finite: Any = True) -> Any:
         delayed.unwrapped(seen)

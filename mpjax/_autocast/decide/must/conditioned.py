@@ -290,9 +290,10 @@ def _is_small(eqn: Eqn, place: int, operands: Sequence[facts.Fact]) -> bool:
         return any(short) and bool(flags & fact_flags.ASSEMBLED)
     if not all(short):
         return False
-    if other & ranges.CHANCES:
+    is_a_batch = place == 0 and not other & fact_flags.PRODUCT
+    if other & ranges.CHANCES and not (is_a_batch and short):
         return True
-    if place == 0 and not other & fact_flags.PRODUCT:
+    if is_a_batch:
         return False
     is_made_inside = flags & (fact_flags.CONSTANT | fact_flags.SCALAR) == fact_flags.CONSTANT
     return is_made_inside or bool(flags & fact_flags.AMOUNTS)

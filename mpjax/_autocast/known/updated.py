@@ -1,0 +1,67 @@
+"""Which results of a program are its inputs, updated in place or as they were: caches, buffers."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from mpjax._autocast.known import traits
+from mpjax._autocast.known.ways import places
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.op_rules import hands_on_each, only_moves
+
+
+def keeps_dtype(program: Any) -> tuple[bool, ...]:
+    """Returns, for each output of a jaxpr, whether it is an updated input of its shape and dtype.
+
+    Example: the new cache of a decoder's step, `dynamic_update_slice(cache, key, position)`.
+    """
+    jaxpr = compat.closed(program).jaxpr
+    avals = [v.aval for v in jaxpr.invars]
+    return tuple(
+        any(_alike(avals[i], v.aval) for i in places(of))
+        for v, of in zip(jaxpr.outvars, _of_program(program), strict=True)
+    )
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+@by_program
+def _of_program(program: Any) -> tuple[int, ...]:
+    """Returns of which inputs each output is an update: bit `i` stands for input `i`."""
+    jaxpr = compat.closed(program).jaxpr
+    known = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
+
+    def of(atom: Any) -> int:
+        return 0 if compat.is_literal(atom) else known.get(atom, 0)
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, _made(eqn, [of(v) for v in eqn.invars]), strict=True))
+    return tuple(map(of, jaxpr.outvars))
+
+
+def _made(eqn: Eqn, operands: Sequence[int]) -> Sequence[int]:
+    name = eqn.primitive.name
+    if structure.is_call(eqn):
+        return structure.forward(eqn, operands, _through, _joined)
+    if hands_on_each(eqn):
+        return operands
+    if name in traits.JOINS:
+        return [_joined(operands)] * len(eqn.outvars)
+    is_updated = operands and (name in traits.UPDATES or only_moves(eqn))
+    return [operands[0] if is_updated else 0] * len(eqn.outvars)
+
+
+def _through(program: Any, inputs: Sequence[int]) -> list[int]:
+    return [_joined([inputs[i] for i in places(of)]) for of in _of_program(program)]
+
+
+def _joined(several: Sequence[int]) -> int:
+    return functools.reduce(operator.or_, several, 0)
