@@ -265,7 +265,7 @@ def planned(
     args, kwargs = quantized.widened(((*owner, *args), kwargs), settings.policy)
     settings = replace(settings, float32_precision=precision.default())
     with precision.left_open(settings.float32_precision):
-        traced = trace(fun, args, kwargs)
+        traced = trace(fun, args, kwargs, widened=_widened(fun, args, kwargs, settings))
 
     def paths() -> list[str | None]:
         all_paths = parameters.paths(fun, args, kwargs, settings.params)
@@ -276,6 +276,16 @@ def planned(
     in_states = tuple(initial_state(v.aval) for v in jaxpr.jaxpr.invars)
     out_reads = (read_flags.OUTPUT,) * len(jaxpr.jaxpr.outvars)
     return traced, plan_alike(jaxpr, in_states, out_reads, settings)
+
+
+def _widened(fun: Callable[..., Any], args: Any, kwargs: Any, settings: Settings) -> frozenset[int]:
+    """Returns the places of parameters that are read in float32: of those in 16 bits no cache."""
+    narrow = parameters.held_in_16_bits(fun, args, kwargs, settings)
+    if not narrow:
+        return narrow
+    with jax.numpy_dtype_promotion("standard"):  # they may meet a float32 input
+        traced = trace(fun, args, kwargs)
+    return narrow - {traced.places[i] for i in updated.updates(traced.jaxpr)}
 
 
 def _typed_like(aval: Any, array: Any) -> Any:

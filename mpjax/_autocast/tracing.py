@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from mpjax._autocast.arguments import nnx_names, stateful
 from mpjax._autocast.eight_bits.stored_weights import dequantize_at_products
 from mpjax._autocast.known import derivatives
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
 from mpjax._base.quantized_array import dequantize, holds_quantized
 from mpjax._base.users_line import NEEDS_VALUES, users_line
@@ -51,8 +53,15 @@ class Traced:
         self.changed = changed
 
 
-def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    """Returns the jaxpr of `fun` over the arrays among its arguments; other leaves are static."""
+def trace(
+    fun: Callable[..., Any], args: Any, kwargs: Any, widened: AbstractSet[int] = frozenset()
+) -> Traced:
+    """Returns the jaxpr of `fun` over the arrays among its arguments; other leaves are static.
+
+    Args:
+      fun, args, kwargs: the function and its arguments.
+      widened: the places of leaves that `fun` is given in float32.
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
     where = f"autocast({name_of(fun)})"
@@ -62,7 +71,8 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     def flat(*arrays: Any) -> list[Any]:
         full = list(leaves)
         for i, array in zip(places, arrays, strict=True):
-            full[i] = array
+            full[i] = array.astype(FLOAT32) if i in widened else array
+        as_given = {id(full[i]): a for i, a in zip(places, arrays, strict=True) if i in widened}
         copies = jax.tree.unflatten(treedef, full)
         if has_quantized:
             copies = dequantize(copies)
@@ -72,6 +82,8 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         nnx_names.unname_modules(result)
         changed = watched.changes()
         returned = (result, [new for _, new in changed])
+        if as_given:
+            returned = jax.tree.map(lambda leaf: as_given.get(id(leaf), leaf), returned)
         paths, out_tree = jax.tree_util.tree_flatten_with_path(returned)
         trees[:] = [out_tree, [place for place, _ in changed]]
         return [_checked_result(fun, path[1:], leaf) for path, leaf in paths]

@@ -13,7 +13,8 @@ import jax
 
 from mpjax._autocast.arguments import stateful
 from mpjax._base.errors import message
-from mpjax._base.tree import leaf_paths
+from mpjax._base.tree import is_castable, leaf_paths
+from mpjax._policies.parts import default_of
 
 Params = tuple[int | str, ...] | None
 """Positions and names of arguments. None stands for the modules among them, or the first if there
@@ -54,6 +55,28 @@ def paths(fun: Callable[..., Any], args: Any, kwargs: Any, params: Params) -> li
         return [path for part in parts for path in _of_modules(part)]
     first = 0 if args else None
     return [path for i, part in enumerate(parts) for path in _of(part, i == first)]
+
+
+def held_in_16_bits(
+    fun: Callable[..., Any], args: Any, kwargs: Any, settings: Any
+) -> frozenset[int]:
+    """Returns the places, among the leaves of `(args, kwargs)`, of parameters in 16 bits.
+
+    A policy such as "O2" keeps them so, and returns float32. They are read in float32, as in its
+    train step: products read the same 16 bits, and all else does not run in them, as it would by
+    JAX's promotion. NNX modules, to which a function may write, are left as they are.
+    """
+    default = default_of(settings.policy)
+    held = default.param_dtype
+    if held.itemsize != 2 or default.output_dtype.itemsize <= 2 or stateful.modules((args, kwargs)):
+        return frozenset()
+    named = paths(fun, args, kwargs, settings.params)
+    leaves = zip(jax.tree.leaves((args, kwargs)), named, strict=True)
+    return frozenset(
+        i
+        for i, (leaf, path) in enumerate(leaves)
+        if path is not None and is_castable(leaf) and leaf.dtype == held
+    )
 
 
 def with_owner(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

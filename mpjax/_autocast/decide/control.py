@@ -100,7 +100,10 @@ def _decide_loop(
     inner: DecideInner,
 ) -> DecidedCall:
     *conditions, body = structure.parts(eqn)
-    given = [in_states[i] for i in body.operands]
+    given = [
+        states.as_held(in_states[i]) if is_summed_nowhere else in_states[i]
+        for i, is_summed_nowhere in zip(body.operands, _without_a_sum(eqn, body), strict=True)
+    ]
     before, is_recurrent = given[body.carried], recurrent(eqn)
     kept = _changed_in_steps(eqn) if STREAM_CARRIES in settings.may else is_recurrent
     entering = list(map(_entering, before, kept))
@@ -126,6 +129,19 @@ def _decide_loop(
         for b, s, r in zip(before, carry, is_recurrent, strict=True)
     )
     return DecidedCall((*asked, turn), states_in, out_states, changed, carried)
+
+
+def _without_a_sum(eqn: Eqn, body: structure.Part) -> list[bool]:
+    """Returns of which operands of a loop no derivative adds up cotangents over its turns.
+
+    Such are what a scan cuts into turns, and all of a `while`, which has no backward pass. One that
+    was widened enters as it was held: a stack of layers is not copied in float32.
+    """
+    is_scan, stop = eqn.primitive.name == "scan", body.carried.stop
+    return [
+        not body.carried.start <= i < stop and (i >= stop or not is_scan)
+        for i in range(len(body.operands))
+    ]
 
 
 def _fixpoint(

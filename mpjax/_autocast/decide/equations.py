@@ -178,7 +178,8 @@ class Decider(Rounding):
         if source == FLOAT32:
             return self.state(eqn.invars[0])
         if jnp.issubdtype(source, jnp.floating):
-            return states.NEUTRAL
+            is_low = source == self.low_dtype(eqn, self.settings_at(eqn))
+            return states.widened(source) if is_low else states.NEUTRAL
         if compat.is_literal(eqn.invars[0]) and not jnp.issubdtype(source, jnp.complexfloating):
             return states.constant((float(eqn.invars[0].val),))
         return states.constant(constants.converted(source))

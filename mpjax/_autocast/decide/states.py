@@ -31,14 +31,14 @@ class Kind(enum.IntEnum):
 class State(NamedTuple):
     """One value's state.
 
-    `dtype` is that of a low value. `values` are those that a constant can have, None where they
-    are not known. A wide value is `pure` if no low value took part in it, as in a normalised
-    weight: rounding it where a product reads it would round the weight's gradient. It is `kept` if
-    it is recurrent, so that a program changes it a little at a time: it is stored in float32
-    whoever reads it. A neutral value is `kept` if it is an input of its own or cut out of one:
-    adding to it makes a recurrent state, adding to a row of a table does not. A wide value that
-    `would_be` low is float32 for the sake of a reader: what other operations make of it is as if it
-    were low.
+    `dtype` is that of a low value, or of a neutral one that was held in it and widened. `values`
+    are those that a constant can have, None where they are not known. A wide value is `pure` if no
+    low value took part in it, as in a normalised weight: rounding it where a product reads it would
+    round the weight's gradient. It is `kept` if it is recurrent, so that a program changes it a
+    little at a time: it is stored in float32 whoever reads it. A neutral value is `kept` if it is
+    an input of its own or cut out of one: adding to it makes a recurrent state, adding to a row of
+    a table does not. A wide value that `would_be` low is float32 for the sake of a reader: what
+    other operations make of it is as if it were low.
     """
 
     kind: Kind
@@ -68,6 +68,17 @@ UNKNOWN_CONSTANT = State(Kind.CONSTANT)
 def low(dtype: Any) -> State:
     """Returns the state of a value held in `dtype`."""
     return State(Kind.LOW, dtype=dtype)
+
+
+@functools.cache
+def widened(dtype: Any) -> State:
+    """Returns the state of an input that is float32 for being read, and was held in `dtype`."""
+    return State(Kind.NEUTRAL, dtype=dtype)
+
+
+def as_held(state: State) -> State:
+    """Returns the state of a value in the dtype in which it was held: the same numbers."""
+    return low(state.dtype) if state.kind == Kind.NEUTRAL and state.dtype else state
 
 
 def constant(values: constants.Values) -> State:

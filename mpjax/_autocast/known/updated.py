@@ -21,15 +21,27 @@ def keeps_dtype(program: Any) -> tuple[bool, ...]:
 
     Example: the new cache of a decoder's step, `dynamic_update_slice(cache, key, position)`.
     """
+    return tuple(map(bool, _handed_back(program)))
+
+
+def updates(program: Any) -> frozenset[int]:
+    """Returns the places of the inputs that are handed back, and not as they were."""
+    jaxpr = compat.closed(program).jaxpr
+    pairs = zip(jaxpr.outvars, _handed_back(program), strict=True)
+    return frozenset[int]().union(*(of for v, of in pairs if v not in jaxpr.invars))
+
+
+def _handed_back(program: Any) -> list[frozenset[int]]:
+    """Returns, for each output, the inputs of its shape and dtype that it is an update of."""
     jaxpr = compat.closed(program).jaxpr
     avals = [v.aval for v in jaxpr.invars]
-    return tuple(
-        any(_alike(avals[i], v.aval) for i in places(of))
+    return [
+        frozenset(i for i in places(of) if _are_alike(avals[i], v.aval))
         for v, of in zip(jaxpr.outvars, _of_program(program), strict=True)
-    )
+    ]
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _are_alike(a: Any, b: Any) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
 
 
