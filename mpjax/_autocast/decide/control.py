@@ -28,13 +28,11 @@ from mpjax._autocast.decide.read_flags import (
     WHOLE,
 )
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.known import iterations, ways
+from mpjax._autocast.known import chains, iterations, ways
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 
 _MAX_PASSES = 8
-_MANY_TURNS = 16
-"""The errors of fewer turns of a linear iteration are those of as many layers."""
 _NEXT_TURN = UNROUNDED | ABSOLUTE | LATER | FORWARD
 """Flags that the next turn of a loop sets of a carry hold for the turn that leaves it."""
 
@@ -100,10 +98,9 @@ def _decide_loop(
     inner: DecideInner,
 ) -> DecidedCall:
     *conditions, body = structure.parts(eqn)
-    given = [
-        states.as_held(in_states[i]) if is_summed_nowhere else in_states[i]
-        for i, is_summed_nowhere in zip(body.operands, _without_a_sum(eqn, body), strict=True)
-    ]
+    given = [in_states[i] for i in body.operands]
+    for i in _read_once(eqn, body):
+        given[i] = states.as_held(given[i])
     before, is_recurrent = given[body.carried], recurrent(eqn)
     kept = _changed_in_steps(eqn) if STREAM_CARRIES in settings.may else is_recurrent
     entering = list(map(_entering, before, kept))
@@ -131,17 +128,14 @@ def _decide_loop(
     return DecidedCall((*asked, turn), states_in, out_states, changed, carried)
 
 
-def _without_a_sum(eqn: Eqn, body: structure.Part) -> list[bool]:
-    """Returns of which operands of a loop no derivative adds up cotangents over its turns.
+def _read_once(eqn: Eqn, body: structure.Part) -> list[int]:
+    """Returns the places of a body's inputs whose cotangents no derivative adds up over turns.
 
     Such are what a scan cuts into turns, and all of a `while`, which has no backward pass. One that
     was widened enters as it was held: a stack of layers is not copied in float32.
     """
-    is_scan, stop = eqn.primitive.name == "scan", body.carried.stop
-    return [
-        not body.carried.start <= i < stop and (i >= stop or not is_scan)
-        for i in range(len(body.operands))
-    ]
+    cut = range(body.carried.stop, len(body.operands))
+    return [*cut] if eqn.primitive.name == "scan" else [*range(body.carried.start), *cut]
 
 
 def _fixpoint(
@@ -272,4 +266,4 @@ def carry_reads(
 def _has_many_turns(eqn: Eqn) -> bool:
     """Whether a loop may have many turns: a `while`, or one whose length is long, or symbolic."""
     length = eqn.params.get("length")
-    return not isinstance(length, int) or length >= _MANY_TURNS
+    return not isinstance(length, int) or length >= chains.MANY

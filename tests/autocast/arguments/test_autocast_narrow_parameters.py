@@ -79,16 +79,17 @@ def test_a_policy_of_16_bits_alone_and_one_of_float32_leave_them():
 
 
 def test_a_stack_of_layers_is_not_copied_in_float32():
-    held = _hold(WIDE, jnp.bfloat16)
-    stack = jnp.ones((8, 256, 256), jnp.bfloat16)
+    def deep(stack, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0]
 
-    def deep(params, x):
-        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0]
+    def by_hand(stack, x):
+        return deep(stack, x.astype(stack.dtype)).astype(x.dtype)
 
-    compiled = jax.jit(mpjax.autocast(deep, POLICY)).lower(
-        held | {"layers": stack}, jnp.ones((4, 256))
-    )
-    assert compiled.compile().memory_analysis().temp_size_in_bytes < stack.nbytes
+    def temporaries(fun):
+        compiled = jax.jit(fun).lower(jnp.ones((8, 256, 256), jnp.bfloat16), jnp.ones((4, 256)))
+        return compiled.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(mpjax.autocast(deep, POLICY)) <= temporaries(by_hand)  # on a CPU, XLA widens
 
 
 def test_other_arguments_and_a_cache_in_the_first_one_are_left():
