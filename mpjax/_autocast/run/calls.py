@@ -145,22 +145,24 @@ def _run_scan(runner: Interpreter, decision: Decision, values: Sequence[Value]) 
     first, count = len(given.consts), len(given.carry)
     read_consts = [_read_in_loop(v, x) for v, x in zip(values, given.consts, strict=False)]
     # Each slice of `xs` is read once: a low copy of all of `xs` would only use memory for longer.
-    low_copies = [
-        None if dtype is None or i >= first else v.low(dtype)
-        for i, (v, dtype) in enumerate(zip(values, plan.low_copies, strict=True))
-    ]
+    # One that there is already, as a loop around this one has it for all its turns, is cut up too.
+    pairs = list(zip(values, plan.low_copies, strict=True))
+    low_copies = [None if dtype is None else v.low(dtype) for v, dtype in pairs[:first]]
+    low_copies += [None] * count
+    low_xs = [None if dtype is None else v.made_low(dtype) for v, dtype in pairs[first + count :]]
     out_states = (*decision.call.out_states[:count], *plan.out_states[count:])
 
-    def body(carry: Any, slices: tuple[Any, Any]) -> list[Any]:
-        xs, amaxes = slices  # each iteration has its own slice of the histories
+    def body(carry: Any, slices: tuple[Any, Any, Any]) -> list[Any]:
+        xs, low_slices, amaxes = slices  # each iteration has its own slice of the histories
         return runner.recording(runner.history.inside(decision, amaxes)).run(
             plan,
             [*(read() for read in read_consts), *carry, *xs],
-            low_copies,
+            [*low_copies, *low_slices],
             out_states,
         )
 
-    return holders.scan(decision.eqn, body, given.carry, (given.xs, list(runner.history.arrays)))
+    slices = given.xs, low_xs, list(runner.history.arrays)
+    return holders.scan(decision.eqn, body, given.carry, slices)
 
 
 def _read_in_loop(value: Value, operand: Any) -> Callable[[], Any]:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from _differential import equations
 from jax import lax
 
 import mpjax
@@ -118,3 +119,37 @@ def test_a_module_hands_its_cache_back_in_its_dtype():
         assert out.dtype == jnp.float32
         cache = new
     assert fast._cache_size() == 1
+
+
+def _casts_inside_the_loop(fun, *args):
+    """How many casts of a weight to bfloat16 the `while` of a program holds, at any depth."""
+    jaxpr = jax.make_jaxpr(mpjax.autocast(fun, "bf16-mixed"))(*args).jaxpr
+    (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "while")
+    casts = [
+        eqn.outvars[0].aval
+        for eqn in equations(loop.params["body_jaxpr"].jaxpr)
+        if eqn.primitive.name == "convert_element_type"
+    ]
+    return sum(made.dtype == jnp.bfloat16 and made.shape == (8, 8) for made in casts)
+
+
+LAYERS = {
+    "one": lambda ws, x: jnp.tanh(x @ ws[0]),
+    "each of a list": lambda ws, x: jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]),
+    "a stack": lambda ws, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0],
+    "a stack in a jit": lambda ws, x: jax.jit(
+        lambda ws, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+    )(ws, x),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_loop_of_tokens_casts_no_weight_in_each_turn(name):
+    ws = jnp.ones((2, 8, 8)) if "stack" in name else [W, W]
+
+    def decode(ws, x):
+        return lax.while_loop(
+            lambda s: s[0] < 9, lambda s: (s[0] + 1, LAYERS[name](ws, s[1])), (0, x)
+        )
+
+    assert _casts_inside_the_loop(decode, ws, X) == 0
