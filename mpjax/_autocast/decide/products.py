@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from mpjax._autocast.decide import read_flags, reasons, states
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Settings
-from mpjax._autocast.decide.must import conditioned
+from mpjax._autocast.decide.must import conditioned, of_losses
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import Kind, State
@@ -56,7 +56,7 @@ def decide(
     how, why, low = eight_bits.config(eqn, settings, low, exact=bool(read & read_flags.RUINED))
     operands = [values.state(v) for v in eqn.invars]
     reason = _why_not_low(values, eqn, kind, low)
-    if not reason and (flag := conditioned.keeps_from_low(read)):
+    if not reason and (flag := of_losses.keeps_from_low(read)):
         reason = reasons.of_product(flag)
         values.changed = True  # it has a row, and equals others
     if reason:

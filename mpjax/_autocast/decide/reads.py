@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax._autocast.decide import control, reasons
-from mpjax._autocast.decide.must import conditioned, meetings
+from mpjax._autocast.decide.must import conditioned, meetings, of_losses
 from mpjax._autocast.decide.read_flags import (
     ABSOLUTE,
     ACCUMULATOR,
@@ -79,7 +79,7 @@ def of(
     for eqn in reversed(jaxpr.eqns):
         if eqn.primitive.name in PRODUCTS:
             read = reads.get(eqn.outvars[0], 0)
-            reads[eqn.outvars[0]] = read | conditioned.of_product(eqn, read, known)
+            reads[eqn.outvars[0]] = read | of_losses.how_read(eqn, read, known)
         outs = [reads.get(v, 0) for v in eqn.outvars]
         out_read = outs[0] if len(outs) == 1 else functools.reduce(operator.or_, outs, 0)
         _add(reads, eqn, out_read, _of_operands(eqn, outs, out_read, others, known), known)
@@ -200,7 +200,7 @@ def _of_product(eqn: Eqn, out_read: int, later: int) -> list[int]:
     if not reasons.has_default_precision(eqn):
         return [later | RUINED] * len(eqn.invars)
     relative = RELATIVE if out_read & (NEAR | RELATIVE) else 0
-    if flag := conditioned.keeps_from_low(out_read):
+    if flag := of_losses.keeps_from_low(out_read):
         small = flag == SMALL and not out_read & NEAR
         kept = NEAR if small else RUINED | flag & SOLUTION
         return [later | relative | kept] * len(eqn.invars)

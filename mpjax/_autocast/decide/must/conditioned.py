@@ -26,19 +26,15 @@ from mpjax._autocast.decide.read_flags import (
     RESULT,
     RUINED,
     SCALED,
-    SMALL,
     SOLUTION,
     TESTED,
 )
 from mpjax._autocast.known import (
-    chains,
-    contraction,
     differences,
     fact_flags,
     factors,
     facts,
     linear,
-    ranges,
     roots,
     scopes,
     totals,
@@ -251,54 +247,3 @@ def _adds_a_point(eqn: Eqn, known: facts.Facts) -> bool:
     if not facts.adds_a_constant(eqn, known):
         return False
     return not any(facts.of_atom(v, known).flags & fact_flags.STEP for v in eqn.invars)
-
-
-def of_product(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
-    """Returns the flags of what is beside a product: a factorisation, a spectrum, a small matrix.
-
-    As `k - a @ solve(b, a.T)`, a variance, and `v @ diag(1 / w) @ v.T`: the more singular a matrix
-    is, the larger are the terms that cancel. A stencil cancels, too, and so does a transform by
-    constants, as `x @ waves`, whose logarithm is read. What turns and projects points is put
-    together, as a rotation, or a constant, as a camera: no work for a matrix unit.
-    """
-    operands = [facts.of_atom(v, known) for v in eqn.invars[:2]]
-    some, _ = fact_flags.union(operands)
-    if some & (fact_flags.SOLVED | fact_flags.STENCIL) or _ends_a_chain(eqn, known):
-        return SOLUTION
-    if out_read & (NEAR | RELATIVE) and some & fact_flags.AMOUNTS:
-        return SOLUTION
-    if eqn.primitive.name != "dot_general":
-        return 0
-    small = any(_is_small(eqn, i, operands) for i in range(2))
-    return SMALL if small or (out_read & RESULT and contraction.adds_few(eqn)) else 0
-
-
-def _ends_a_chain(eqn: Eqn, known: facts.Facts) -> bool:
-    """Whether a product has one factor many times, as `matrix_power(m, 64)` has."""
-    return chains.is_long(known[eqn.outvars[0]].chain) and contraction.is_product(eqn)
-
-
-def _is_small(eqn: Eqn, place: int, operands: Sequence[facts.Fact]) -> bool:
-    """Whether an operand is a rotation, a camera, or coordinates of few dimensions.
-
-    Coordinates are constants, or are weighted by chances or one-hot rows. On the left of a
-    parameter few rows may be a small batch, such as one token, instead.
-    """
-    flags, other = operands[place].flags, operands[1 - place].flags
-    short = list(map(contraction.is_short, contraction.free_axes(eqn, place)))
-    if contraction.adds_few(eqn):
-        return any(short) and bool(flags & fact_flags.ASSEMBLED)
-    if not all(short):
-        return False
-    is_a_batch = place == 0 and not other & fact_flags.PRODUCT
-    if other & ranges.CHANCES and not (is_a_batch and short):
-        return True
-    if is_a_batch:
-        return False
-    is_made_inside = flags & (fact_flags.CONSTANT | fact_flags.SCALAR) == fact_flags.CONSTANT
-    return is_made_inside or bool(flags & fact_flags.AMOUNTS)
-
-
-def keeps_from_low(read: int) -> int:
-    """Returns the flag for whose sake a product is not made low, or 0."""
-    return next((f for f in (TESTED, CANCELS, SOLUTION, SMALL) if read & f), 0)
