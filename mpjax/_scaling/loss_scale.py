@@ -182,7 +182,6 @@ def _rebuild(cls: type[_ScalarFields], fields: tuple[Any, ...], mark: str | None
     return cls.tree_unflatten(mark, fields)
 
 
-@exported
 @jax.tree_util.register_pytree_with_keys_class
 class OwnedLossScale:
     """A loss scale of the user's own class, marked as `current_loss_scale` marks ours."""
