@@ -230,7 +230,7 @@ def call(
     if stateful.is_initializing(stateful.linen_modules(fun, (args, kwargs))):
         result = fun(*args, **kwargs)
         return settings.policy.cast_to_output(result) if casts else result
-    traced, plan = planned(fun, args, kwargs, settings)
+    traced, plan = planned(fun, args, kwargs, settings, widens=casts)
     quantized.warn_if_nothing(plan)
     warn_of_rules(plan.settings, traced.jaxpr, stored or [])
     runner = Interpreter()
@@ -256,16 +256,23 @@ def _cast_to_output(result: Any, traced: Traced, policy: scopes.Policies) -> Any
 
 
 def planned(
-    fun: Callable[..., Any], args: Any, kwargs: Any, settings: Settings
+    fun: Callable[..., Any], args: Any, kwargs: Any, settings: Settings, *, widens: bool = True
 ) -> tuple[Traced, Plan]:
-    """Returns a function's jaxpr and its plan."""
+    """Returns a function's jaxpr and its plan.
+
+    Args:
+      fun, args, kwargs: the function and its arguments.
+      settings: the user's options.
+      widens: whether to widen parameters in 16 bits, where `fun` does not do so itself.
+    """
     fun, owner = stateful.with_owner(fun)
     if quantized.quantizes(settings.policy) and not owner:
         fun, owner = parameters.with_owner(fun)
     args, kwargs = quantized.widened(((*owner, *args), kwargs), settings.policy)
     settings = replace(settings, float32_precision=precision.default())
     with precision.left_open(settings.float32_precision):
-        traced = trace(fun, args, kwargs, widened=_widened(fun, args, kwargs, settings))
+        widened = _widened(fun, args, kwargs, settings) if widens else frozenset[int]()
+        traced = trace(fun, args, kwargs, widened)
 
     def paths() -> list[str | None]:
         all_paths = parameters.paths(fun, args, kwargs, settings.params)
