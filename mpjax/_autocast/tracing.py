@@ -69,10 +69,11 @@ def trace(
     trees: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
-        full = list(leaves)
+        full, as_given = list(leaves), {}
         for i, array in zip(places, arrays, strict=True):
             full[i] = array.astype(FLOAT32) if i in widened else array
-        as_given = {id(full[i]): a for i, a in zip(places, arrays, strict=True) if i in widened}
+            if i in widened:
+                as_given[id(full[i])] = array
         copies = jax.tree.unflatten(treedef, full)
         if has_quantized:
             copies = dequantize(copies)

@@ -141,6 +141,30 @@ def parts(eqn: Eqn) -> list[Part]:
     return [Part(single_program(eqn), range(count), slice(0, 0))]
 
 
+def outputs(
+    jaxpr: Jaxpr,
+    inputs: Sequence[T],
+    made: Callable[[Eqn, list[T]], Sequence[T]],
+    nothing: T,
+) -> tuple[T, ...]:
+    """Returns the facts of a program's outputs, found forwards.
+
+    Args:
+      jaxpr: the program.
+      inputs: the facts of its inputs.
+      made: returns the facts of an equation's results, given those of its operands.
+      nothing: the fact of a literal or a constant.
+    """
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(atom: Any) -> T:
+        return nothing if compat.is_literal(atom) else known.get(atom, nothing)
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, made(eqn, [of(v) for v in eqn.invars]), strict=True))
+    return tuple(map(of, jaxpr.outvars))
+
+
 def forward(
     eqn: Eqn,
     operands: Sequence[T],

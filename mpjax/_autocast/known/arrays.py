@@ -1,4 +1,4 @@
-"""What the arrays tell that a program closes over: which are coordinates, stencils, rotations.
+"""Tells coordinates, stencils and rotations by their numbers, among arrays that a program holds.
 
 An array of whole numbers, or of numbers at equal distances, was written by a person or made by a
 formula. Some weights of a layer are no such numbers, and are exactly 0 only where all are. Of such

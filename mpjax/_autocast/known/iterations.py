@@ -17,7 +17,7 @@ from mpjax._autocast.known.ways import leading, places
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
-from mpjax._jaxpr.equation import Eqn, Jaxpr
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS, hands_on_each
 
 
@@ -47,7 +47,7 @@ def linear(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
     # What differs by turn, as the weights of layers do, counts as made of all carries.
     each = _each(len(opened.invars))
     layers = [LinearSets(-1)] * (len(each) - consts - carries)
-    outs = _outputs(opened, [*each[: consts + carries], *layers])
+    outs = structure.outputs(opened, [*each[: consts + carries], *layers], _made, _NONE)
     made = [LinearSets(*(bits >> consts & ours for bits in way)) for way in outs[:carries]]
     if not any(way.by_product for way in made):
         return (False,) * carries
@@ -64,22 +64,11 @@ def linear(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
 @by_program
 def _of_program(program: Any) -> tuple[LinearSets, ...]:
     jaxpr = compat.closed(program).jaxpr
-    return _outputs(jaxpr, _each(len(jaxpr.invars)))
+    return structure.outputs(jaxpr, _each(len(jaxpr.invars)), _made, _NONE)
 
 
 def _each(count: int) -> list[LinearSets]:
     return [LinearSets(1 << i, 1 << i) for i in range(count)]
-
-
-def _outputs(jaxpr: Jaxpr, inputs: Sequence[LinearSets]) -> tuple[LinearSets, ...]:
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def of(atom: Any) -> LinearSets:
-        return _NONE if compat.is_literal(atom) else known.get(atom, _NONE)
-
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _made(eqn, [of(v) for v in eqn.invars]), strict=True))
-    return tuple(map(of, jaxpr.outvars))
 
 
 def _made(eqn: Eqn, operands: Sequence[LinearSets]) -> Sequence[LinearSets]:

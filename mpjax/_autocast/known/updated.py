@@ -1,4 +1,4 @@
-"""Which results of a program are its inputs, updated in place or as they were: caches, buffers."""
+"""Results of a program that are its inputs, as they were or updated in place: caches, buffers."""
 
 from __future__ import annotations
 
@@ -49,14 +49,8 @@ def _are_alike(a: Any, b: Any) -> bool:
 def _of_program(program: Any) -> tuple[int, ...]:
     """Returns of which inputs each output is an update: bit `i` stands for input `i`."""
     jaxpr = compat.closed(program).jaxpr
-    known = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
-
-    def of(atom: Any) -> int:
-        return 0 if compat.is_literal(atom) else known.get(atom, 0)
-
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _made(eqn, [of(v) for v in eqn.invars]), strict=True))
-    return tuple(map(of, jaxpr.outvars))
+    each = [1 << i for i in range(len(jaxpr.invars))]
+    return structure.outputs(jaxpr, each, _made, 0)
 
 
 def _made(eqn: Eqn, operands: Sequence[int]) -> Sequence[int]:

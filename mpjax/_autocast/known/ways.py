@@ -72,14 +72,7 @@ def _picked(eqn: Eqn, operands: int) -> list[Any]:
 def of_program(program: Any) -> tuple[InputSets, ...]:
     """Returns of which inputs each output of a jaxpr is made."""
     jaxpr = compat.closed(program).jaxpr
-    known = dict(zip(jaxpr.invars, _each(len(jaxpr.invars)), strict=True))
-
-    def of(atom: Any) -> InputSets:
-        return _NONE if compat.is_literal(atom) else known.get(atom, _NONE)
-
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _made(eqn, [of(v) for v in eqn.invars]), strict=True))
-    return tuple(map(of, jaxpr.outvars))
+    return structure.outputs(jaxpr, _each(len(jaxpr.invars)), _made, _NONE)
 
 
 def of_equation(eqn: Eqn) -> Sequence[InputSets]:

@@ -120,7 +120,7 @@ def test_parameters_are_named():
 
 
 def test_samples_in_bfloat16_are_few_and_those_of_the_policy_as_many_as_in_float32():
-    """What the page of recipes says of inference."""
+    """The page of recipes says so, in "Inference"."""
     head = jnp.asarray(_RNG.normal(size=(16, 20_000)) / 64, jnp.bfloat16)
     x = jnp.ones((1, 16))
 
