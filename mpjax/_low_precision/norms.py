@@ -51,7 +51,7 @@ def global_norm(tree: PyTree, *, axis_name: AxisName = None) -> Array:
       Any floating dtype; float64 is taken in float32.
 
     Transforms:
-      jit, vmap, scan, shardings, shard_map.
+      jit, grad, vmap, scan, shardings, shard_map. The gradient at 0 is 0.
 
     Example:
       >>> float(mpjax.optim.global_norm({"w": jnp.full(4, 1e30, jnp.bfloat16)})) < 2.1e30
@@ -86,7 +86,7 @@ def clip_by_global_norm(
       Gradients keep theirs; the arithmetic is float32.
 
     Transforms:
-      jit, scan, shardings, as `global_norm`.
+      jit, grad, scan, shardings, as `global_norm`.
 
     Example:
       >>> tx = mpjax.optim.clip_by_global_norm(1.0)
@@ -104,12 +104,13 @@ def clip_by_global_norm(
         # The norm is `value * factor`, which float32 may not hold: compare without it.
         inverse = jnp.where(factor > 1, 1 / _SHIFT, jnp.where(factor < 1, _SHIFT, 1.0))
         within = jnp.where(factor > 1, value < limit * inverse, value * factor < limit)
+        divisor = jnp.where(value == 0, 1.0, value)  # or the derivative of no gradients were NaN
 
         def clip(g: Any) -> Any:
             if not is_floating(g):
                 return g
             # Not `/ factor`: XLA would make of `x / a / b` a division by `a * b`, which overflows.
-            clipped = to_full(g).astype(FLOAT32) * inverse / value * limit
+            clipped = to_full(g).astype(FLOAT32) * inverse / divisor * limit
             return jnp.where(within, g, clipped.astype(g.dtype))
 
         return jax.tree.map(clip, updates), state
@@ -169,15 +170,21 @@ def _root(sums: list[Array]) -> _Scaled:
     """Returns the norm, given the sums of `_squares`."""
     large, middle, small = sums
     # XLA would make 2⁻¹⁶⁰, which is 0, of a root that is scaled and squared.
-    scaled = (jnp.sqrt(x) * (1 / _SHIFT) for x in (middle, small))
+    scaled = (_sqrt(x) * (1 / _SHIFT) for x in (middle, small))
     middle_root, small_root = jax.lax.optimization_barrier(tuple(scaled))
-    huge = jnp.sqrt(large + jnp.square(middle_root))
-    usual = jnp.sqrt(middle + jnp.square(small_root))
+    huge = _sqrt(large + jnp.square(middle_root))
+    usual = _sqrt(middle + jnp.square(small_root))
     # NaN is neither large nor small: it is summed with the middling values, and stays NaN.
     is_huge, is_usual = large > 0, middle != 0
-    value = jnp.where(is_huge, huge, jnp.where(is_usual, usual, jnp.sqrt(small)))
+    value = jnp.where(is_huge, huge, jnp.where(is_usual, usual, _sqrt(small)))
     factor = jnp.where(is_huge, _SHIFT, jnp.where(is_usual | (value == 0), 1.0, 1 / _SHIFT))
     return _Scaled(jnp.where(jnp.isnan(middle), middle, value), factor)
+
+
+def _sqrt(x: Array) -> Array:
+    """Returns the square root. At 0 its derivative is 0: `jnp.sqrt` has inf, times 0 is NaN."""
+    is_zero = x == 0
+    return jnp.where(is_zero, 0.0, jnp.sqrt(jnp.where(is_zero, 1.0, x)))
 
 
 def _squares(x: Array) -> list[Array]:

@@ -37,6 +37,39 @@ def test_norms_are_those_of_float64_at_every_size(dtype, power):
     assert_bitwise_equal(same["a"], tree["a"])
 
 
+@pytest.mark.parametrize("power", [-120, -60, 0, 60, 120])
+def test_gradients_of_norms_are_those_of_float64_at_every_size(power):
+    x = np.ldexp(np.random.default_rng(0).uniform(-4, 4, 24), power).astype(np.float32)
+    tree = {"a": jnp.asarray(x[:8]), "zeros": jnp.zeros(3), "b": jnp.asarray(x[8:])}
+    norm = np.linalg.norm(x.astype(np.float64))
+    grads = jax.jit(jax.grad(optim.global_norm))(tree)
+    got = np.concatenate([grads["a"], grads["b"]])
+    np.testing.assert_allclose(got, x / norm, rtol=1e-5)
+    assert not grads["zeros"].any()
+
+    def clipped(tree):
+        return optim.clip_by_global_norm(np.float32(norm / 3)).update(tree, ())[0]["a"].sum()
+
+    got = jax.jit(jax.grad(clipped))(tree)
+    ones = np.concatenate([np.ones(8), np.zeros(16)])
+    want = (ones - x * x[:8].sum(dtype=np.float64) / norm**2) / 3
+    np.testing.assert_allclose(np.concatenate([got["a"], got["b"]]), want, atol=1e-5)
+
+
+def test_gradients_of_norms_are_finite_at_zero_and_where_nothing_is_clipped():
+    zeros, small = {"w": jnp.zeros(3)}, {"w": jnp.array([0.3, 0.4, 0.0])}
+    clip = optim.clip_by_global_norm(1.0).update
+    assert_bitwise_equal(jax.grad(optim.global_norm)(zeros), zeros)
+    assert_bitwise_equal(
+        jax.grad(optim.global_norm)({"w": jnp.zeros(3), "b": None})["w"], zeros["w"]
+    )
+    for tree in (zeros, small):
+        grads = jax.grad(lambda tree: clip(tree, ())[0]["w"].sum())(tree)
+        assert_bitwise_equal(grads, {"w": jnp.ones(3)})
+    hessian = jax.hessian(optim.global_norm)(jnp.array([3.0, 4.0]))
+    np.testing.assert_allclose(hessian, [[0.128, -0.096], [-0.096, 0.072]], rtol=1e-5)
+
+
 def test_norms_of_mixed_sizes_zeros_and_what_is_not_finite():
     mixed = {"a": jnp.array([3e30, 1e-30]), "b": jnp.array([4e30])}
     assert abs(float(optim.global_norm(mixed)) / 5e30 - 1) < 1e-6
