@@ -97,7 +97,7 @@ def with_amax_history(
 
     def apply(history: Any, *args: Any, **kwargs: Any) -> Any:
         delayed.unwrapped(history)
-        tracked = delayed.Tracked(None, delayed.amaxes_of(history, chosen))
+        tracked = delayed.Tracked(None, delayed.amaxes_of(history))
         return api.call(fun, args, kwargs, settings, tracked, casts=True)
 
     def update(history: Any, seen: Any, finite: Any = True) -> Any:
@@ -120,8 +120,7 @@ def started(
       seed: the loss scale; the recorded maxima of gradients are divided by it.
     """
     _, plan = api.planned(fun, args, kwargs, settings)
-    length = delayed.history_length(settings.policy)
-    zeros = delayed.zeros(delayed.sites(plan), length)
+    zeros = delayed.zeros(delayed.sites(plan))
 
     def run(amaxes: Any) -> list[Any]:
         tracked = delayed.Tracked(None, amaxes, calibrates=True)

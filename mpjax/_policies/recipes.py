@@ -87,6 +87,11 @@ class Recipe:
         self._check_granularity()
         self._check_count("margin", 0, 8)
 
+    @property
+    def steps_stored(self) -> int:
+        """Of how many earlier steps the largest values are stored, for scales that follow them."""
+        return 0
+
     def _check_granularity(self) -> None:
         if self.granularity not in self.granularities:
             allowed = f"Allowed: {', '.join(map(repr, self.granularities))}."
@@ -196,8 +201,9 @@ class DelayedScaling(Recipe):
     Args:
       fprop, dgrad, wgrad, margin: as in `Recipe`.
       granularity: "tensor".
-      amax_history_len: the number of steps whose largest values are stored.
-      amax_compute_algo: "max" of these values, or "most_recent".
+      amax_history_len: of how many steps the largest values are stored.
+      amax_compute_algo: the scale follows from the "max" of these values, or from the
+        "most_recent" one, which alone is stored then.
 
     Raises:
       ValueError, TypeError: as `Recipe`.
@@ -224,6 +230,11 @@ class DelayedScaling(Recipe):
             where = "DelayedScaling(amax_compute_algo=)"
             got = f"got {self.amax_compute_algo!r}."
             raise ValueError(message(where, got, "Allowed: 'max', 'most_recent'."))
+
+    @property
+    def steps_stored(self) -> int:
+        """Of how many earlier steps the largest values are stored: of those that are read."""
+        return 1 if self.amax_compute_algo == "most_recent" else self.amax_history_len
 
     @property
     def without_history(self) -> Recipe:

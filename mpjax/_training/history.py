@@ -81,7 +81,7 @@ def tracked(params: PyTree, history: PyTree, policy: Any, loss_scale: LossScale)
     if history is None:
         return params
     scaled = jnp.asarray(loss_scale.loss_scale, FLOAT32)
-    amaxes = delayed.amaxes_of(history, policy)
+    amaxes = delayed.amaxes_of(history)
     grown = jax.tree.map(
         lambda x: x.at[..., _GRADIENT].set(jnp.minimum(x[..., _GRADIENT] * scaled, _MOST)), amaxes
     )

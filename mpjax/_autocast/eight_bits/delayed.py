@@ -1,9 +1,10 @@
 """Amax histories: the products of a plan that have one, and how each product gets its own.
 
 A *history* is a pytree of plain containers. For each product it has an f32[3, steps]: the maxima of
-its input, its weight and the gradient of its result in the last steps, newest first; lengths of
-scans around the product are leading axes. A product scales by the maxima of its history, `amaxes`,
-and the cotangent of `amaxes` is the new maxima (`product.recorded`).
+its input, its weight and the gradient of its result in the last steps, newest first. Its recipe
+says of how many steps. Lengths of scans around the product are leading axes. A product scales by
+the maxima of its history, `amaxes`, and the cotangent of `amaxes` is the new maxima
+(`product.recorded`).
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ KEEPING = frozenset({"jit", "scan", *structure.CHECKPOINTS})
 
 
 class HistorySite(NamedTuple):
-    """One product with a history: its name, and the lengths of the scans around it."""
+    """One product with a history: its name, the lengths of the scans around it, its steps."""
 
     name: str
     shape: tuple[int, ...]
+    steps: int
 
 
 def has_history(policy: scopes.Policies) -> bool:
     """Whether a policy, or a policy of a map, has a recipe with amax histories."""
-    return bool(_recipes(policy))
+    return any(recipe.has_history for recipe in recipes_in(policy))
 
 
 def without_history(policy: Any) -> Any:
@@ -53,15 +55,6 @@ def without_history(policy: Any) -> Any:
     return type(policy)(without_history(policy.default), rules)
 
 
-def history_length(policy: scopes.Policies) -> int:
-    """Returns the number of steps in a policy's histories: the most of any recipe of a map."""
-    return max(recipe.amax_history_len for recipe in _recipes(policy))
-
-
-def _recipes(policy: scopes.Policies) -> list[Any]:
-    return [recipe for recipe in recipes_in(policy) if recipe.has_history]
-
-
 # -- products with histories ---------------------------------------------------------------------
 
 
@@ -73,7 +66,7 @@ def sites(plan: Any) -> tuple[HistorySite, ...]:
     for site in all_sites:
         counts[site.name] += 1
         again = f"#{counts[site.name]}" if counts[site.name] > 1 else ""
-        named.append(HistorySite(site.name + again, site.shape))
+        named.append(site._replace(name=site.name + again))
     return tuple(named)
 
 
@@ -81,13 +74,13 @@ def _of(decision: Any) -> Iterator[HistorySite]:
     """Yields the sites of one equation, named by the paths of their weights."""
     eqn = decision.eqn
     if decision.how is not None and decision.how.records:
-        yield HistorySite(decision.path or "weight", ())
+        yield HistorySite(decision.path or "weight", (), decision.how.history)
     if decision.call is None or not keeps(eqn):
         return
     lengths = (eqn.params["length"],) if eqn.primitive.name == "scan" else ()
     for inner in decision.call.programs[0].decisions:
         for site in _of(inner):
-            yield HistorySite(site.name, (*lengths, *site.shape))
+            yield site._replace(shape=(*lengths, *site.shape))
 
 
 def keeps(eqn: Eqn) -> bool:
@@ -170,22 +163,21 @@ def unwrapped(history: Any) -> dict[str, Any]:
         raise TypeError(message("with_amax_history", got, fix)) from None
 
 
-def zeros(products: Sequence[HistorySite], length: int) -> Any:
+def zeros(products: Sequence[HistorySite]) -> Any:
     """Returns the histories of products before their first step: zeros."""
-    return wrapped({site.name: jnp.zeros((*site.shape, 3, length), FLOAT32) for site in products})
+    shapes = {site.name: (*site.shape, 3, site.steps) for site in products}
+    return wrapped({name: jnp.zeros(shape, FLOAT32) for name, shape in shapes.items()})
 
 
-def amaxes_of(history: Any, policy: scopes.Policies) -> Any:
+def amaxes_of(history: Any) -> Any:
     """Returns the maxima of histories by which products scale: f32[..., 3], 0 if none is known.
 
     The cotangent of a maximum goes to the newest entry of its history.
     """
-    newest = all(recipe.amax_compute_algo == "most_recent" for recipe in _recipes(policy))
 
     def amax(x: jax.Array) -> jax.Array:
         fixed = jax.lax.stop_gradient(x)
-        largest = fixed[..., 0] if newest else jnp.max(fixed, axis=-1)
-        return largest + (x[..., 0] - fixed[..., 0])
+        return jnp.max(fixed, axis=-1) + (x[..., 0] - fixed[..., 0])
 
     return jax.tree.map(amax, history)
 

@@ -74,8 +74,13 @@ class Config:
         ArrayRole.WEIGHT,
         ArrayRole.RESULT,
     )  # as the product was written
-    records: bool = False  # whether the maxima of its operands and its gradient are recorded
+    history: int = 0  # of how many steps the maxima of operands and gradient are stored
     keeps: bool = False  # whether operands are saved in 8 bits for the products of its gradient
+
+    @property
+    def records(self) -> bool:
+        """Whether the maxima of the operands and of the gradient are recorded."""
+        return self.history > 0
 
     def read(self, x: Any, role: ArrayRole) -> Any:
         """Returns an operand in the form that is read for its maximum and again to quantise it."""
@@ -148,7 +153,7 @@ def quantized(recipe: Recipe, dtype: Any, roles: Roles, *, keeps: bool = False) 
 
     pairs = zip(_OPERANDS, recipe.products.values(), strict=True)
     directions = (of(both, pair) for both, pair in pairs)
-    return Config(*directions, low=dtype, roles=roles, records=recipe.has_history, keeps=keeps)
+    return Config(*directions, low=dtype, roles=roles, history=recipe.steps_stored, keeps=keeps)
 
 
 @functools.lru_cache(maxsize=256)
@@ -160,7 +165,7 @@ def current(how: Config, *, records: bool) -> Config:
         return replace(direction, scaling=scaling)
 
     entries = {name: of(getattr(how, name)) for name in ("fprop", "dgrad", "wgrad")}
-    return replace(how, **entries, records=records)
+    return replace(how, **entries, history=how.history if records else 0)
 
 
 def transposed(roles: Roles, wrt: int) -> Roles:

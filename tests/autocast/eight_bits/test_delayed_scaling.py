@@ -156,14 +156,41 @@ def test_law_what_is_not_finite_is_seen_in_the_loss_and_never_in_a_history(bad):
     assert mpjax.all_finite(fast.update(history, seen))
 
 
-def test_most_recent_reads_the_newest_and_max_the_largest():
-    recipe = mpjax.DelayedScaling(amax_history_len=LENGTH, amax_compute_algo="most_recent")
-    newest = mpjax.with_amax_history(layers, mpjax.QuantizedPolicy("bf16-mixed", recipe))
-    fast, history, _ = own()
-    first = jax.tree.map(lambda x: x[..., 0], history)
-    tiny_now = jax.tree.map(lambda x: jnp.stack([x / 1024, x, x], axis=-1), first)
-    clipped, kept = (jax.jit(f.apply)(tiny_now, WEIGHTS, X) for f in (newest, fast))
-    assert clipped < 0.1 * kept
+MOST_RECENT = mpjax.QuantizedPolicy(
+    "bf16-mixed", mpjax.DelayedScaling(amax_history_len=LENGTH, amax_compute_algo="most_recent")
+)
+
+
+def sizes_after(policy, sizes):
+    """Returns the history of a function, by product, after steps that saw numbers of some sizes."""
+    fast = mpjax.with_amax_history(layers, policy)
+    history = fast.init(WEIGHTS, X)
+    seen = jax.tree.map(jnp.ones_like, history)
+    for size in sizes:
+        history = fast.update(history, jax.tree.map(lambda x, size=size: size * x, seen))
+    return fast, history
+
+
+@pytest.mark.parametrize("policy", [DELAYED, MOST_RECENT], ids=["max", "most recent"])
+def test_most_recent_reads_the_newest_and_max_the_largest(policy):
+    fast, large = sizes_after(policy, [64.0, 64.0, 1 / 64])
+    want = 1 / 64 if policy is MOST_RECENT else 64.0
+    assert all(bool((x.max(-1) == want).all()) for x in histories(large).values())
+    _, small = sizes_after(policy, [1 / 64] * LENGTH)
+    clipped, after_large = (jax.jit(fast.apply)(h, WEIGHTS, X) for h in (small, large))
+    assert (after_large == clipped) == (policy is MOST_RECENT)
+
+
+@pytest.mark.parametrize("default", [DELAYED, MOST_RECENT], ids=["max", "most recent"])
+def test_each_layer_has_the_history_of_its_own_recipe(default):
+    other = MOST_RECENT if default is DELAYED else DELAYED
+    policies = mpjax.PolicyMap(default, {"*stack": other})
+    mixed, own, others = (
+        histories(sizes_after(policy, [2.0, 8.0, 4.0])[1]) for policy in (policies, default, other)
+    )
+    assert {name.partition("#")[0] for name in mixed} == {"stack", "shared"}
+    for name, sizes in mixed.items():
+        np.testing.assert_array_equal(sizes, (others if name == "stack" else own)[name])
 
 
 def test_examples_under_vmap_share_a_history_or_have_one_each():
