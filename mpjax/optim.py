@@ -56,7 +56,6 @@ from mpjax._scaling.loss_scale import (
     NoOpLossScale,
     StaticLossScale,
     unscale_once_read,
-    without_owner,
 )
 from mpjax._scaling.optim_state import (
     DYNAMIC_FIELDS,
@@ -66,6 +65,7 @@ from mpjax._scaling.optim_state import (
     gradient_params,
     unpack,
 )
+from mpjax._scaling.owned import without_owner
 from mpjax._scaling.skip import select_like, update_where
 from mpjax._scaling.slips import as_scaled_by
 from mpjax._scaling.transformation import check_transformation, is_transformation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
-from mpjax._base.exported import exported
+from mpjax._base.exported import exported, tell_flax
 from mpjax._base.public import public
 
 
@@ -49,7 +48,7 @@ class QuantizedArray:
     def __init__(self, values: Any, scale: Any) -> None:
         self.values = values
         self.scale = scale
-        _register_with_flax()
+        tell_flax()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,28 +109,6 @@ def _shown(x: Any, name: str = "") -> str:
     if not hasattr(x, "shape"):  # a tree of something else, such as shardings
         return repr(x)
     return f"{name or x.dtype.name}[{','.join(map(str, x.shape))}]"
-
-
-def _register_with_flax() -> None:
-    """Registers the class with Flax's msgpack, if Flax is there: it is stored as two arrays."""
-    serialization = sys.modules.get("flax.serialization")
-    if serialization is None or _KNOWN_TO:
-        return
-    _KNOWN_TO.append("flax")
-
-    def state_of(x: QuantizedArray) -> dict[str, Any]:
-        to_state = serialization.to_state_dict
-        return {"values": to_state(x.values), "scale": to_state(x.scale)}
-
-    def from_state(target: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
-        pairs = ((target.values, "values"), (target.scale, "scale"))
-        restored = (serialization.from_state_dict(x, state[key], name=key) for x, key in pairs)
-        return QuantizedArray(*restored)
-
-    serialization.register_serialization_state(QuantizedArray, state_of, from_state, override=True)
-
-
-_KNOWN_TO: list[str] = []
 
 
 def is_quantized(x: Any) -> bool:

@@ -5,8 +5,9 @@ from typing import Any
 from mpjax._base.described import described
 from mpjax._base.errors import message
 from mpjax._base.tree import is_array
-from mpjax._scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale, is_owned
+from mpjax._scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from mpjax._scaling.optim_state import find_states
+from mpjax._scaling.owned import is_owned
 
 
 def as_loss_scale(loss_scale: Any, where: str) -> LossScale:

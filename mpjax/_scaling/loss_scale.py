@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from mpjax._base import compat
 from mpjax._base.errors import message
-from mpjax._base.exported import exported
+from mpjax._base.exported import exported, stored_by_flax, tell_flax
 from mpjax._base.foreign_errors import attribute_error, names_keywords
 from mpjax._base.foreign_names import LOSS_SCALE, SCALE_ATTRIBUTES
 from mpjax._base.gradient_tags import tag
@@ -30,9 +30,6 @@ from mpjax._scaling.checks import (
 )
 
 T = TypeVar("T")
-
-OWNED = "unscaled by its optimizer"
-"""The mark of a loss scale from `current_loss_scale`: part of its tree's structure."""
 
 
 @runtime_checkable
@@ -65,6 +62,7 @@ class LossScale(Protocol):
         ...
 
 
+@stored_by_flax
 @public
 @jax.tree_util.register_static
 class NoOpLossScale:
@@ -81,6 +79,9 @@ class NoOpLossScale:
 
     if not TYPE_CHECKING:
         __getattr__ = attribute_error(SCALE_ATTRIBUTES)
+
+    def __init__(self) -> None:
+        tell_flax()
 
     @property
     def loss_scale(self) -> int:
@@ -110,12 +111,12 @@ class NoOpLossScale:
         return hash(NoOpLossScale)
 
 
-class _ScalarFields:
+class ScalarFields:
     """A pytree whose leaves are the scalars named in `_fields`, in order."""
 
     __slots__ = ("_mark",)
     _fields: tuple[str, ...] = ()
-    _mark: str | None  # OWNED, or None
+    _mark: str | None  # `owned.OWNED`, or None: part of its tree's structure
     loss_scale: Array
 
     if not TYPE_CHECKING:  # or an editor would believe that there is any attribute
@@ -147,6 +148,7 @@ class _ScalarFields:
         for field, value in zip(self._fields, values, strict=True):
             object.__setattr__(self, field, value)
         object.__setattr__(self, "_mark", mark)
+        tell_flax()
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], str | None]:
         """Returns the fields and their keys, as `jax.tree_util` asks."""
@@ -178,85 +180,14 @@ class _ScalarFields:
         return _rebuild, (type(self), fields, self._mark)
 
 
-def _rebuild(cls: type[_ScalarFields], fields: tuple[Any, ...], mark: str | None) -> _ScalarFields:
+def _rebuild(cls: type[ScalarFields], fields: tuple[Any, ...], mark: str | None) -> ScalarFields:
     return cls.tree_unflatten(mark, fields)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class OwnedLossScale:
-    """A loss scale of the user's own class, marked as `current_loss_scale` marks ours."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    @property
-    def loss_scale(self) -> ScalarLike:
-        """The factor, f32[]."""
-        return self.inner.loss_scale
-
-    def scale(self, tree: T) -> T:
-        """Returns `tree` times the loss scale."""
-        return self.inner.scale(tree)
-
-    def unscale(self, tree: T) -> T:
-        """Returns `tree` divided by the loss scale."""
-        return self.inner.unscale(tree)
-
-    def adjust(self, grads_finite: ScalarLike) -> "OwnedLossScale":
-        """Returns the loss scale of the next step, marked too."""
-        return OwnedLossScale(self.inner.adjust(grads_finite))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "inner":  # copy and pickle ask before there is one
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
-        """Returns the marked loss scale and its key, as `jax.tree_util` asks."""
-        return ((jax.tree_util.GetAttrKey("inner"), self.inner),), None
-
-    @classmethod
-    def tree_unflatten(cls, aux: None, children: Any) -> "OwnedLossScale":
-        """Returns the mark around other fields."""
-        del aux
-        return cls(*children)
-
-    def __repr__(self) -> str:
-        return repr(self.inner)
-
-
-def owned(scale: LossScale) -> LossScale:
-    """Returns `scale`, marked as one with which an optimizer unscales the gradients it is given.
-
-    The mark is static: it goes through jit and scan, and is no leaf that a checkpoint could hold.
-    Marked and unmarked differ in their tree's structure, so that neither is taken for the other
-    by a cache.
-    """
-    if isinstance(scale, NoOpLossScale) or is_owned(scale):
-        return scale
-    if isinstance(scale, _ScalarFields):
-        return scale.marked(OWNED)
-    return OwnedLossScale(scale)
-
-
-def is_owned(scale: LossScale) -> bool:
-    """Whether `scale` came from an optimizer, which unscales by itself."""
-    return isinstance(scale, OwnedLossScale) or getattr(scale, "_mark", None) is not None
-
-
-def without_owner(scale: Any) -> Any:
-    """Returns `scale` unmarked, as an optimizer's state holds it."""
-    if isinstance(scale, OwnedLossScale):
-        return scale.inner
-    if isinstance(scale, _ScalarFields):
-        return scale.marked(None)
-    return scale
 
 
 @exported
 @public
 @jax.tree_util.register_pytree_with_keys_class
-class StaticLossScale(_ScalarFields):
+class StaticLossScale(ScalarFields):
     """Scales by a constant.
 
     Args:
@@ -296,7 +227,7 @@ class StaticLossScale(_ScalarFields):
 @exported
 @public
 @jax.tree_util.register_pytree_with_keys_class
-class DynamicLossScale(_ScalarFields):
+class DynamicLossScale(ScalarFields):
     """Scales by a factor that halves on overflow and doubles after a run of finite steps.
 
     `adjust(False)` gives `max(min_loss_scale, loss_scale * backoff_factor)` and counter 0;
@@ -439,7 +370,7 @@ def unscale_once_read(loss_scale: LossScale, tree: T) -> T:
     Where XLA would write the quotients out, two more reads of every gradient, these are products
     with the reciprocal: the same for powers of two, else within two units in the last place.
     """
-    if compat.QUOTIENTS_ARE_FUSED or not isinstance(loss_scale, _ScalarFields):
+    if compat.QUOTIENTS_ARE_FUSED or not isinstance(loss_scale, ScalarFields):
         return loss_scale.unscale(tree)
     reciprocal = 1 / jnp.asarray(loss_scale.loss_scale)
     return map_with_path(lambda _, x: _scaled(x, reciprocal, divide=False), tree)

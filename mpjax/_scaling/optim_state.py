@@ -18,8 +18,8 @@ from mpjax._scaling.loss_scale import (
     LossScale,
     NoOpLossScale,
     StaticLossScale,
-    owned,
 )
+from mpjax._scaling.owned import owned
 from mpjax._scaling.transformation import is_transformation, state_in
 
 DYNAMIC_FIELDS = tuple(DynamicLossScale.__slots__[1:])

@@ -165,3 +165,25 @@ def test_a_state_of_another_optimizer_or_model_is_refused_by_name():
     chained = optax.chain(optax.clip(1.0), tx)
     with pytest.raises(ValueError, match="stands inside the old state, at another place"):
         mpjax.optim.adopt_state(tx, chained.init(PARAMS), PARAMS)
+
+
+@OPTAX
+@ORBAX
+@pytest.mark.no_leak_check("orbax keeps state in threads of its own")
+@pytest.mark.parametrize("way", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "scale",
+    [mpjax.NoOpLossScale(), mpjax.StaticLossScale(8), LOSS_SCALE],
+    ids=lambda scale: type(scale).__name__,
+)
+def test_a_loss_scale_beside_the_parameters_is_stored_with_all_its_fields(way, scale, tmp_path):
+    def state(scale):
+        return {"params": PARAMS, "scales": (scale, {"second": scale})}
+
+    changed = jax.jit(lambda scale: scale.adjust(jnp.array(False)))(scale)
+    restored = way(state(changed), state(scale), tmp_path)
+    assert jax.tree.structure(restored) == jax.tree.structure(state(changed))
+    assert_bitwise_equal(restored, state(changed))
+    found = restored["scales"][0]
+    assert type(found) is type(scale)
+    assert float(found.loss_scale) == float(changed.loss_scale)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import mpjax
 from mpjax._base.gradient_tags import _KNOWN
 from mpjax._scaling.chains import skipped_whole
-from mpjax._scaling.loss_scale import is_owned, owned
+from mpjax._scaling.owned import is_owned, owned
 from mpjax.testing import assert_bitwise_equal
 
 PARAMS = {"w": jnp.array([1.0, -2.0])}
