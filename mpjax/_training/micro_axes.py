@@ -9,7 +9,7 @@ import numpy as np
 
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
-from mpjax._base.tree import leaf_paths
+from mpjax._base.tree import leaf_paths, path_str
 from mpjax._base.typing import Array, PyTree
 
 Axes = Any
@@ -39,12 +39,14 @@ def axes_of(batch: PyTree, axes: Axes, count: int) -> list[int | None]:
 
     Raises:
       ValueError: the leaves do not share the size of their axes, `count` does not divide it, a
-        leaf has no such axis, or `axes` is no prefix of the batch.
+        leaf has no such axis, `axes` is no prefix of the batch, or an array with a shape of its
+        own, as a sparse one, would be cut through its parts.
     """
     leaves = jax.tree.leaves(batch)
     paths = leaf_paths(batch)
     given = _broadcast(axes, batch)
     leaf_axes = [_axis(*row) for row in zip(paths, leaves, given, strict=True)]
+    _refuse_held_shapes(batch, leaf_axes, count)
     sizes = {
         path: np.shape(x)[axis]
         for path, x, axis in zip(paths, leaves, leaf_axes, strict=True)
@@ -98,6 +100,41 @@ def _axis(path: str, x: Any, axis: int | None) -> int | None:
         got = f"{describe(x)} has no axis {axis}."
         raise ValueError(message(f"{_WHERE}: batch leaf {path!r}", got, _ALLOWED))
     return axis % np.ndim(x)
+
+
+def _refuse_held_shapes(batch: PyTree, axes: list[int | None], count: int) -> None:
+    """Refuses to cut a container whose shape does not follow its arrays: a BCOO's is fixed."""
+    rest = iter(axes)
+    for path, node in jax.tree.flatten_with_path(batch, is_leaf=_is_container_of_one)[0]:
+        leaves, structure = jax.tree.flatten(node)
+        mine = [next(rest) for _ in leaves]
+        if not _is_container_of_one(node) or all(axis is None for axis in mine):
+            continue
+        parts = structure.unflatten(map(_part, leaves, mine, [count] * len(leaves)))
+        if parts.shape == node.shape:
+            kind = type(node).__name__
+            got = f"is a {kind} of shape {node.shape}, which its parts would keep."
+            fix = "Give a dense array, or accumulate_axes=, with None for what every micro-batch "
+            fix += "gets whole."
+            leaf = f"batch leaf {path_str(path)!r}" if path else "the batch"
+            raise ValueError(message(f"make_train_step(accumulate): {leaf}", got, fix))
+
+
+def _is_container_of_one(x: Any) -> bool:
+    """Whether a node of a tree stands for one array, as a sparse one does, and holds others."""
+    is_one = isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype")
+    return is_one and jax.tree.structure(x) != _LEAF
+
+
+def _part(x: Any, axis: int | None, count: int) -> Any:
+    """Returns the form of one of `count` parts of a leaf."""
+    shape = list(np.shape(x))
+    if axis is not None and shape:
+        shape[axis] //= count
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(x))
+
+
+_LEAF = jax.tree.structure(0)
 
 
 def _unequal(

@@ -31,6 +31,7 @@ from _wrong_shared import (
 )
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.experimental import sparse
 
 import mpjax
 import mpjax.linen
@@ -40,6 +41,7 @@ import mpjax.train
 
 DLS = mpjax.DynamicLossScale
 ADAM = optax.adam(0.1)
+SPARSE = sparse.BCOO.fromdense(jnp.eye(4))
 
 
 def with_state(params, extra, batch):
@@ -319,6 +321,11 @@ ROWS = {
         (lambda: traced(step(has_aux=True)), T, "must return (loss, aux); got f32[] | has_aux="),
         (lambda: traced(step(lambda p, e, b: loss_fn(p, b)), PARAMS, {"m": X}), T,
             "must return (loss, new_extra_state); got f32 | step.init"),
+        *told(lambda v: traced(step(accumulate=2), batch=v), V, "{}, which its parts would keep | "
+            "Give a dense array, or accumulate_axes=",
+            (SPARSE, "the batch | is a BCOO of shape (4, 4)"),
+            ({"x": X, "graph": SPARSE}, "'graph' | BCOO of shape (4, 4)"),
+        ),
         (lambda: traced(step(accumulate=3), batch={"label": X}), V,
             "batch leaf 'label': f32[4,2] does not split into 3 micro-batches. | Make the first | "
             "multiple"),

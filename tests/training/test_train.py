@@ -12,6 +12,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
+from jax.experimental import sparse
 
 import mpjax
 from mpjax import SupportWarning
@@ -307,6 +308,19 @@ def test_a_leaf_that_is_no_batch_is_refused_and_whole_where_that_is_said(name):
         state, metrics = step(step.init(jnp.float32(1)), batch)
         losses.append((float(metrics["loss"]), float(state.params)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_sparse_array_goes_whole_to_every_micro_batch():
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ (batch["graph"] @ params)) ** 2)
+
+    graph = sparse.BCOO.fromdense(jnp.eye(4) + jnp.eye(4, k=1))
+    batch = {"x": jnp.arange(16.0).reshape(4, 4), "graph": graph}
+    states = []
+    for options in ({}, {"accumulate": 2, "accumulate_axes": {"x": 0, "graph": None}}):
+        step = mpjax.make_train_step(loss, optax.sgd(1e-3), "32-true", **options)
+        states.append(step(step.init(jnp.ones(4)), batch)[0].params)
+    np.testing.assert_allclose(*states, rtol=1e-6)
 
 
 def test_what_is_whole_is_whole_for_the_amax_histories_and_for_nnx_too():
