@@ -352,7 +352,8 @@ def make_train_step(
       PolicyWarning: in `init`, updates will be lost to rounding; `rounding` of float32 parameters.
 
     Dtypes:
-      Parameters in `param_dtype`, computation in `compute_dtype`, gradients float32.
+      Parameters in `param_dtype`, computation in `compute_dtype`, gradients float32. Complex
+      parameters stay complex; `tx` sees their gradients conjugated, as optax takes them.
 
     Transforms:
       jit (it is), scan, vmap, shard_map, pmap.

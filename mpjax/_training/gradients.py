@@ -132,10 +132,11 @@ def value_and_grad(
 
     Dtypes:
       The value keeps its dtype. Real gradients of up to 32 bits are float32, float64 and
-      complex ones keep theirs. Flax's `_overwrite_with_gradient` is neither cast, scaled nor
-      averaged; over `axis_name` the largest counts, since it holds the largest values seen. A
-      float16 loss is differentiated with at most 2¹⁵, the largest power of two that its
-      cotangent can hold; the rest of the scale is applied in float32.
+      complex ones keep theirs. Those are JAX's: give optax their conjugates, `jnp.conj(grad)`.
+      Flax's `_overwrite_with_gradient` is neither cast, scaled nor averaged; over `axis_name` the
+      largest counts, since it holds the largest values seen. A float16 loss is differentiated with
+      at most 2¹⁵, the largest power of two that its cotangent can hold; the rest of the scale is
+      applied in float32.
 
     Transforms:
       jit, vmap, scan, shard_map (`check_vma` on and off), pmap.

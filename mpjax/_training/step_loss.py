@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._base.averaged import averaged_over
+from mpjax._base.tree import is_array, map_with_path
 from mpjax._base.typing import Array, PyTree
 from mpjax._policies.of_step import in_step
 from mpjax._scaling.grad import localised, mean
@@ -40,7 +41,11 @@ class StepLoss:
         self._run = under_policy(fun, policy)
 
     def differentiate(self, loss_scale: LossScale, state: TrainState, batch: PyTree) -> Any:
-        """Returns the mean loss, its weight, extra state, aux, mean scaled gradients, amaxes."""
+        """Returns the mean loss, its weight, extra state, aux, mean scaled gradients, amaxes.
+
+        Complex gradients are conjugated: so they point to where the loss grows, as optimizers take
+        them. JAX's own do not.
+        """
 
         @functools.wraps(self.fun, updated=())
         def loss_fn(*args: Any) -> Any:
@@ -60,7 +65,8 @@ class StepLoss:
             loss, weight, grads = (mean(x, axis_name) for x in (loss, weight, grads))
         if weight is not None:
             loss, grads = divided(weight, loss), divided(weight, grads)
-        return loss, weight, extra_state, aux, *untracked(grads)
+        grads, seen = untracked(grads)
+        return loss, weight, extra_state, aux, map_with_path(_conjugated, grads), seen
 
     def of_arrays(
         self, loss_scale: LossScale, params: PyTree, extra: PyTree, batch: PyTree, history: PyTree
@@ -93,3 +99,8 @@ class StepLoss:
         )
         # A constant loss, which JAX differentiates too.
         return jnp.asarray(loss) if isinstance(loss, float) else loss, rest
+
+
+def _conjugated(_: Any, grad: Any) -> Any:
+    is_complex = is_array(grad) and jnp.issubdtype(grad.dtype, jnp.complexfloating)
+    return jnp.conj(grad) if is_complex else grad

@@ -310,6 +310,32 @@ def test_a_leaf_that_is_no_batch_is_refused_and_whole_where_that_is_said(name):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("policy", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_complex_parameters_are_trained_as_their_real_and_imaginary_parts(policy, accumulate):
+    def loss(z, batch):
+        return jnp.mean(jnp.abs(z * batch["x"] - batch["y"]) ** 2)
+
+    def of_parts(parts, batch):
+        return loss(jax.lax.complex(*parts), batch)
+
+    x = jnp.arange(1.0, 9.0) / 8
+    batch = {"x": x.astype(jnp.complex64), "y": jax.lax.complex(2 * x, 3 * x)}
+    tx = optax.sgd(0.5, momentum=0.5)
+    steps = [
+        mpjax.make_train_step(fun, tx, policy, accumulate=accumulate) for fun in (loss, of_parts)
+    ]
+    whole, parts = (
+        steps[0].init(jnp.complex64(0.5 + 1j)),
+        steps[1].init((jnp.ones(()) / 2, jnp.ones(()))),
+    )
+    for _ in range(30):
+        whole, metrics = steps[0](whole, batch)
+        parts, _ = steps[1](parts, batch)
+    np.testing.assert_allclose(whole.params, jax.lax.complex(*parts.params), rtol=1e-6)
+    assert metrics["loss"] < 1e-3
+
+
 def test_a_sparse_array_goes_whole_to_every_micro_batch():
     def loss(params, batch):
         return jnp.mean((batch["x"] @ (batch["graph"] @ params)) ** 2)
