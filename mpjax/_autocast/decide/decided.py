@@ -96,6 +96,7 @@ class Decision:
     low: Any = None  # the dtype of a product's operands
     out_dtype: Any = None  # that of a product's or native operation's result
     call: Any = None  # a `control.DecidedCall`, where the action is to call
+    unchanged: Any = None  # the same of a call that runs as traced: `explain` lists its products
     how: Any = None  # a `product.Config`, where a product is quantised
     path: str = ""  # of the weight of one that is
 
@@ -124,6 +125,15 @@ class Decided:
     def jaxpr(self) -> Any:
         """The closed jaxpr that this was decided of."""
         return compat.closed(self.program())
+
+
+def unchanged_products(decision: Decision) -> Iterator[Decision]:
+    """Yields the products inside a call that runs as traced."""
+    for program in decision.unchanged.programs if decision.unchanged else ():
+        for inner in program.decisions:
+            if inner.eqn.primitive.name in PRODUCTS:
+                yield inner
+            yield from unchanged_products(inner)
 
 
 def products(decided: Decided) -> Iterator[tuple[Decision, int]]:

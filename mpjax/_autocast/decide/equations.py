@@ -14,7 +14,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._autocast.decide import control, products, reads, reasons, states
-from mpjax._autocast.decide.decided import Action, Decided, Decision, Outside, Settings
+from mpjax._autocast.decide.decided import (
+    Action,
+    Decided,
+    Decision,
+    Outside,
+    Settings,
+    unchanged_products,
+)
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.products import DecideProgram, EightBits
 from mpjax._autocast.decide.reasons import Reason
@@ -198,18 +205,21 @@ class Decider(Rounding):
             if any(inside):
                 self.ahead.add(v)
         if not call.changed:
-            return Decision(eqn, Action.AS_TRACED, self.of_unchanged_call(eqn))
+            decision = Decision(eqn, Action.AS_TRACED, reasons.UNCHANGED, unchanged=call)
+            return replace(decision, reason=self.of_unchanged_call(decision))
         self.changed = True
         return Decision(eqn, Action.CALL, Reason("planned inside"), call=call)
 
-    def of_unchanged_call(self, eqn: Eqn) -> Reason:
+    def of_unchanged_call(self, decision: Decision) -> Reason:
         """The reason of a call that holds no low product, and that nothing low goes into."""
+        eqn = decision.eqn
         if by_user := self.of_user(eqn, states.WIDE):
             return by_user
         is_function = structure.single_program(eqn) is not None
+        is_function = is_function and not any(unchanged_products(decision))
         if is_function and fusible.function_class(eqn) is OpClass.FULL:
             return reasons.FUNCTION
-        return reasons.UNCHANGED
+        return decision.reason
 
     def inner(self, eqn: Eqn) -> control.DecideInner:
         """Returns what decides about the programs of an equation, told what is known of inputs."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide import read_flags, reasons
-from mpjax._autocast.decide.decided import Action, Decision
+from mpjax._autocast.decide.decided import Action, Decision, unchanged_products
 from mpjax._autocast.decide.reasons import By
 from mpjax._autocast.decide.states import Kind
 from mpjax._autocast.eight_bits import quantized
@@ -95,6 +95,7 @@ class _ReasonWalk:
                 outs = self.call(plan, decision, path, operands, asking)
             else:
                 outs = self.operation(plan, decision, "/".join(path), operands, stored, asking)
+                self.unchanged(decision, path)
             causes.update(zip(eqn.outvars, outs, strict=True))
         return [None if compat.is_literal(v) else causes.get(v) for v in plan.jaxpr.jaxpr.outvars]
 
@@ -121,6 +122,17 @@ class _ReasonWalk:
         widened = WideSource(_name(eqn), "/".join(path), reasons.OUTPUT.text)
         wide = [state.kind == Kind.WIDE for state in call.out_states]
         return [cause or (widened if w else None) for cause, w in zip(outs, wide, strict=True)]
+
+    def unchanged(self, decision: Decision, around: tuple[str, ...]) -> None:
+        """Adds the products inside a call that runs as traced."""
+        for inner in unchanged_products(decision):
+            eqn = inner.eqn
+            names = [n for n in scopes.of(eqn) if n != scopes.AS_WRITTEN]
+            module, where = "/".join((*around, *names)), scopes.location(eqn)
+            reason = reasons.AS_WRITTEN if scopes.is_as_written(eqn) else inner.reason
+            dtype = short_name(eqn.invars[0].aval.dtype)
+            row = OperationDtype(module, eqn.primitive.name, dtype, reason.text, None, where)
+            self.findings.append(row)
 
     def carries(self, decision: Decision, module: str) -> None:
         """Adds the carries of a loop, by place, with their dtypes and reasons."""

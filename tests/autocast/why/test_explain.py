@@ -214,6 +214,43 @@ def test_an_inner_autocast_is_shown_with_its_own_dtypes():
     assert "an inner autocast" in str(explain(inner, "16-mixed")(ARRAY, ARRAY))
 
 
+AROUND_A_PRODUCT = {
+    "jit": lambda fun: jax.jit(fun),
+    "checkpoint": lambda fun: jax.checkpoint(fun),
+    "scan": lambda fun: lambda x, w: jax.lax.scan(lambda h, _: (fun(h, w), None), x, None, 2)[0],
+    "cond": lambda fun: lambda x, w: jax.lax.cond(x[0, 0] > 0, fun, lambda x, w: x, x, w),
+    "jit in a scan": lambda fun: (
+        lambda x, w: jax.lax.scan(lambda h, _: (jax.jit(fun)(h, w), None), x, None, 2)[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND_A_PRODUCT)
+@pytest.mark.parametrize(
+    ("decorate", "policy", "dtype", "said"),
+    [
+        (lambda fun: fun, "32-true", "f32", "float32 was asked for here"),
+        (full_precision(), "bf16-mixed", "f32", "as written"),
+        (autocast("16-mixed"), "bf16-mixed", "f16", "as written"),
+    ],
+    ids=["32-true", "full_precision", "autocast"],
+)
+def test_products_inside_a_call_that_stays_as_it_is_have_rows(
+    around, decorate, policy, dtype, said
+):
+    def inside(x, w):
+        with jax.named_scope("inner"):
+            return jnp.tanh(x @ w)
+
+    fun = AROUND_A_PRODUCT[around](decorate(inside))
+    table = explain(lambda x, w: fun(x, w).sum(), policy)(ARRAY, ARRAY)
+    (found,) = [row for row in table.rows if row.operation == "dot_general"]
+    assert (found.dtype, found.module) == (dtype, "inner")
+    assert found.reason.startswith(said)
+    assert f"products: 1 {dtype}" in str(table)
+    assert "holds a sum" not in str(table)
+
+
 def test_what_its_author_has_cast_is_shown_as_written():
     def fun(x, w):
         return (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
