@@ -23,7 +23,8 @@ def results(eqns: Sequence[Eqn]) -> frozenset[Any]:
 @by_program
 def _inside(program: Any) -> bool:
     opened = compat.closed(program).jaxpr
-    return bool(results(opened.eqns).intersection(opened.outvars))
+    outs = (v for v in opened.outvars if not compat.is_literal(v))
+    return not results(opened.eqns).isdisjoint(outs)
 
 
 class _Search:

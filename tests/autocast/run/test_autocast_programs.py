@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpjax import autocast, full_precision
+from mpjax import autocast, explain, full_precision, numerics
 from mpjax.testing import assert_products
 
 
@@ -113,6 +113,71 @@ def test_a_function_that_returns_nothing():
         return jnp.tanh(x @ w)
 
     check(fun, X, W)
+
+
+@jax.custom_jvp
+def _bounded(y):
+    return 1.0
+
+
+_bounded.defjvp(lambda primals, tangents: (1.0, jnp.zeros(())))
+
+
+@jax.custom_vjp
+def _ruled(y):
+    return 1.0
+
+
+_ruled.defvjp(lambda y: (1.0, y), lambda y, ct: (jnp.zeros_like(y),))
+
+RETURN_CONSTANTS = {
+    "jit": jax.jit(lambda y: 2.0),
+    "jit of integers": lambda y: jax.jit(lambda i: 2.0)(jnp.argmax(y)),
+    "jit, a size": jax.jit(lambda y: jnp.float32(y.size) / 256),
+    "jit, a decision": lambda y: jnp.where(jax.jit(lambda y: True)(y), 2.0, 1.0),
+    "jit, an array": lambda y: jax.jit(lambda y: jnp.ones(3))(y).sum(),
+    "jit, beside a value": lambda y: jax.jit(lambda y: (2.0, jnp.tanh(y)))(y)[0],
+    "jit, twice": lambda y: sum(jax.jit(lambda y: (2.0, 2.0))(y)),
+    "jit in a jit": jax.jit(lambda y: jax.jit(lambda y: 2.0)(y)),
+    "jit of a norm": lambda y: jax.jit(lambda y: 2.0)(jax.nn.standardize(y)),
+    "vmap": lambda y: jax.vmap(jax.jit(lambda y: 2.0))(y).mean(),
+    "checkpoint": jax.checkpoint(lambda y: 2.0),
+    "custom_jvp": _bounded,
+    "custom_vjp": _ruled,
+    "scan, a carry": lambda y: lax.scan(lambda c, row: (2.0, None), y.sum(), y)[0],
+    "scan, stacked": lambda y: lax.scan(lambda c, row: (c, 2.0), (), y)[1].mean(),
+    "fori": lambda y: lax.fori_loop(0, 3, lambda i, c: 2.0, y.sum()),
+    "cond": lambda y: lax.cond(y.sum() > 0, lambda y: 1.0, lambda y: 2.0, y),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+def test_a_call_that_returns_a_constant(policy):
+    funs = {
+        f"{name}, {where}": fun
+        for name, constant in RETURN_CONSTANTS.items()
+        for where, fun in {
+            "of an input": lambda x, w, constant=constant: (x @ w) * constant(x),
+            "of a product": lambda x, w, constant=constant: (x @ w) * constant(x @ w),
+            "in a loop": lambda x, w, constant=constant: lax.scan(
+                lambda c, _: (jnp.tanh(c @ w) * constant(c), None), x, None, length=2
+            )[0],
+        }.items()
+    }
+    check_all(funs, X, W, policy=policy)
+
+
+def test_every_tool_reads_calls_that_return_constants():
+    for name, constant in RETURN_CONSTANTS.items():
+
+        def fun(w, x, constant=constant):
+            return jnp.sum((x @ w) * constant(x @ w))
+
+        rows = explain(fun, "bf16-mixed")(W, X).rows
+        assert any(row.operation == "dot_general" for row in rows), name
+        numerics.find_promotions(fun)(W, X)
+        for tool in (numerics.diagnose, numerics.exponents, numerics.compare):
+            tool(fun, "16-mixed")(W, X)
 
 
 def test_sums_that_nothing_reads():
