@@ -22,7 +22,7 @@ from mpjax._base.described import described
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
 from mpjax._base.foreign_errors import attributes_of, names_keywords
-from mpjax._base.foreign_names import WRAPPER
+from mpjax._base.foreign_keywords import WRAPPER
 from mpjax._base.tree import (
     agree,
     first_difference,

@@ -9,7 +9,8 @@ from typing import Any, NoReturn, TypeVar
 from mpjax._base.described import described, library_kind
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message, nearest
-from mpjax._base.foreign_names import ATTRIBUTES, DEVICES, POLICIES
+from mpjax._base.foreign_attributes import ATTRIBUTES
+from mpjax._base.foreign_names import DEVICES, POLICIES
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -5,8 +5,8 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpjax._base.foreign_attributes import REPORT_ATTRIBUTES
 from mpjax._base.foreign_errors import attribute_error
-from mpjax._base.foreign_names import REPORT_ATTRIBUTES
 
 WIDTH = 118
 _NEVER_BROKEN = 12  # letters: a number such as 3.9e-03 would break at its hyphen

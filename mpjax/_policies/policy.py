@@ -14,6 +14,7 @@ import numpy as np
 from mpjax._base import dtypes as _dtypes
 from mpjax._base.dtypes import POLICY_DTYPES, DType
 from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.foreign_attributes import POLICY_ATTRIBUTES
 from mpjax._base.foreign_errors import (
     attribute_error,
     folded,
@@ -23,7 +24,8 @@ from mpjax._base.foreign_errors import (
     no_policy,
     unknown_policy,
 )
-from mpjax._base.foreign_names import POLICY_ATTRIBUTES, POLICY_KEYWORDS, POLICY_ROWS
+from mpjax._base.foreign_keywords import POLICY_KEYWORDS
+from mpjax._base.foreign_names import POLICY_ROWS
 from mpjax._base.public import public
 from mpjax._base.tree import cast_tree
 from mpjax._base.typing import DTypeSpec, KnownPolicy, PolicySpec

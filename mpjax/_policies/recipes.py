@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from mpjax._base.errors import message, nearest
 from mpjax._base.foreign_errors import names_keywords
-from mpjax._base.foreign_names import RECIPE
+from mpjax._base.foreign_keywords import RECIPE
 
 Pair: TypeAlias = tuple[str, str]
 """The dtypes of both operands: of input and weight, or of a gradient and the other operand."""

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from mpjax._base import compat
 from mpjax._base.errors import message
 from mpjax._base.exported import exported, stored_by_flax, tell_flax
+from mpjax._base.foreign_attributes import SCALE_ATTRIBUTES
 from mpjax._base.foreign_errors import attribute_error, names_keywords
-from mpjax._base.foreign_names import LOSS_SCALE, SCALE_ATTRIBUTES
+from mpjax._base.foreign_keywords import LOSS_SCALE
 from mpjax._base.gradient_tags import tag
 from mpjax._base.public import public
 from mpjax._base.tree import as_pred, is_array, is_castable, map_with_path, to_full
@@ -271,13 +272,8 @@ class DynamicLossScale(ScalarFields):
     """
 
     _fields = (
-        "loss_scale",
-        "counter",
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-        "min_loss_scale",
-        "max_loss_scale",
+        *("loss_scale", "counter", "growth_factor", "backoff_factor"),
+        *("growth_interval", "min_loss_scale", "max_loss_scale"),
     )
     __slots__ = _fields
     counter: Array

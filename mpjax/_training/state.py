@@ -9,8 +9,8 @@ from mpjax._base.compat import has_values
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
 from mpjax._base.exported import exported
+from mpjax._base.foreign_attributes import STATE_ATTRIBUTES
 from mpjax._base.foreign_errors import attribute_error
-from mpjax._base.foreign_names import STATE_ATTRIBUTES
 from mpjax._base.public import public_in
 from mpjax._base.tree import first_difference, is_array, leaf_paths, strong
 from mpjax._base.typing import Array, PyTree

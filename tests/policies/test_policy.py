@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import mpjax
 import mpjax.nnx
 import mpjax.train
-from mpjax._base import foreign_names as foreign
+from mpjax._base import foreign_attributes, foreign_keywords
 from mpjax._base.typing import KnownPolicy
 from mpjax._policies.policy import POLICY_NAMES
 from mpjax.testing import assert_one_compilation
@@ -360,18 +360,18 @@ def test_a_prompt_shows_the_name_that_a_policy_was_made_by(made):
 
 
 KEYWORDS = {
-    mpjax.make_train_step: foreign.STEP,
-    mpjax.nnx.make_train_step: foreign.NNX_STEP,
-    mpjax.with_loss_scale: foreign.WRAPPER,
-    mpjax.value_and_grad: foreign.GRADIENTS,
-    mpjax.grad: foreign.GRADIENTS,
-    mpjax.DynamicLossScale: foreign.LOSS_SCALE,
-    mpjax.Policy: foreign.POLICY_KEYWORDS,
-    mpjax.PolicyMap: foreign.MAP_KEYWORDS,
-    mpjax.autocast: foreign.AUTOCAST,
-    mpjax.explain: foreign.EXPLAIN,
-    mpjax.numerics.diagnose: foreign.DIAGNOSIS,
-    mpjax.DelayedScaling: foreign.RECIPE,
+    mpjax.make_train_step: foreign_keywords.STEP,
+    mpjax.nnx.make_train_step: foreign_keywords.NNX_STEP,
+    mpjax.with_loss_scale: foreign_keywords.WRAPPER,
+    mpjax.value_and_grad: foreign_keywords.GRADIENTS,
+    mpjax.grad: foreign_keywords.GRADIENTS,
+    mpjax.DynamicLossScale: foreign_keywords.LOSS_SCALE,
+    mpjax.Policy: foreign_keywords.POLICY_KEYWORDS,
+    mpjax.PolicyMap: foreign_keywords.MAP_KEYWORDS,
+    mpjax.autocast: foreign_keywords.AUTOCAST,
+    mpjax.explain: foreign_keywords.EXPLAIN,
+    mpjax.numerics.diagnose: foreign_keywords.DIAGNOSIS,
+    mpjax.DelayedScaling: foreign_keywords.RECIPE,
 }
 
 
@@ -390,11 +390,11 @@ def test_a_keyword_of_another_library_is_answered_with_one_that_is_here(fun):
 
 
 OBJECTS = [
-    (mpjax.get_policy("bf16-mixed"), foreign.POLICY_ATTRIBUTES),
-    (mpjax.PolicyMap("bf16-mixed"), foreign.MAP_ATTRIBUTES),
-    (mpjax.DynamicLossScale(), foreign.SCALE_ATTRIBUTES),
-    (mpjax.StaticLossScale(), foreign.SCALE_ATTRIBUTES),
-    (mpjax.train.TrainState(0, {}, (), None), foreign.STATE_ATTRIBUTES),
+    (mpjax.get_policy("bf16-mixed"), foreign_attributes.POLICY_ATTRIBUTES),
+    (mpjax.PolicyMap("bf16-mixed"), foreign_attributes.MAP_ATTRIBUTES),
+    (mpjax.DynamicLossScale(), foreign_attributes.SCALE_ATTRIBUTES),
+    (mpjax.StaticLossScale(), foreign_attributes.SCALE_ATTRIBUTES),
+    (mpjax.train.TrainState(0, {}, (), None), foreign_attributes.STATE_ATTRIBUTES),
 ]
 
 
@@ -414,11 +414,11 @@ def test_an_attribute_of_another_library_is_answered_with_one_that_is_here(made,
             assert hasattr(importlib.import_module(f"mpjax{module}"), word)
 
 
-@pytest.mark.parametrize("name", foreign.ATTRIBUTES)
+@pytest.mark.parametrize("name", foreign_attributes.ATTRIBUTES)
 def test_a_name_of_another_library_is_answered_with_one_that_is_here(name):
     with pytest.raises(AttributeError, match=f"has no attribute '{name}'") as error:
         getattr(mpjax, name)
-    assert f"Here it is {foreign.ATTRIBUTES[name]}." in str(error.value)
+    assert f"Here it is {foreign_attributes.ATTRIBUTES[name]}." in str(error.value)
     for module, word in re.findall(r"mpjax((?:\.[a-z]+)*)\.(\w+)", str(error.value)):
         assert hasattr(importlib.import_module(f"mpjax{module}"), word)
 

@@ -1,0 +1,165 @@
+"""Translates keywords of other libraries to those of mpjax, for messages: tables, as data."""
+
+LOSS_SCALE: dict[str, str] = {
+    "init_scale": "loss_scale",
+    "initial_scale": "loss_scale",
+    "initial_loss_scale": "loss_scale",
+    "init_loss_scale": "loss_scale",
+    "init_value": "loss_scale",
+    "initial": "loss_scale",
+    "scale": "loss_scale",
+    "scaling": "loss_scale",
+    "period": "growth_interval",
+    "growth_steps": "growth_interval",
+    "dynamic_growth_steps": "growth_interval",
+    "increment_period": "growth_interval",
+    "scale_window": "growth_interval",
+    "loss_scale_window": "growth_interval",
+    "min_loss_scaling": "min_loss_scale",
+    "minimum_scale": "min_loss_scale",
+    "min_scale": "min_loss_scale",
+    "max_scale": "max_loss_scale",
+    "factor": "growth_factor and backoff_factor",
+    "scale_factor": "growth_factor and backoff_factor",
+    "multiplier": "growth_factor and backoff_factor",
+    "increase_factor": "growth_factor",
+    "decrease_factor": "backoff_factor",
+    "fin_steps": "counter",
+    "hysteresis": "nothing: every overflow lowers the scale",
+    "delayed_shift": "nothing: every overflow lowers the scale",
+    "enabled": "mpjax.NoOpLossScale() in its place",
+    "device": "nothing: JAX moves it with the state",
+}
+_CLIP = "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)) as tx"
+_EXTRA = "step.init(params, extra_state), and a loss_fn(params, extra_state, batch),"
+_SCALE: dict[str, str] = {
+    "scaling": "loss_scale",
+    "scaler": "loss_scale",
+    "loss_scaler": "loss_scale",
+    "grad_scaler": "loss_scale",
+    "scale": "loss_scale",
+    "dynamic_scale": "loss_scale",
+    "dynamic_loss_scale": "loss_scale=mpjax.DynamicLossScale()",
+    "dynamic": "loss_scale=mpjax.DynamicLossScale()",
+}
+_POLICY: dict[str, str] = {
+    "precision": "policy",
+    "opt_level": "policy",
+    "mixed_precision": "policy",
+    "dtype_policy": "policy",
+    "dtype": "policy='bf16-mixed'",
+    "amp_dtype": "policy='bf16-mixed'",
+    "compute_dtype": "policy='bf16-mixed'",
+    "amp": "policy='bf16-mixed'",
+    "bf16": "policy='bf16-mixed'",
+    "fp16": "policy='16-mixed'",
+    "fp8": "policy='float8_from_mixed_bfloat16'",
+}
+GRADIENTS: dict[str, str] = {
+    **_SCALE,
+    **_POLICY,
+    "axis": "axis_name",
+    "argnum": "argnums",
+    "aux": "has_aux",
+    "reduce_axes": "axis_name",
+}
+DIAGNOSIS: dict[str, str] = {**_SCALE, **_POLICY, "aux": "has_aux"}
+_SKIPS: dict[str, str] = {
+    "max_skips": "max_consecutive_skips",
+    "max_errors": "max_consecutive_skips",
+    "max_consecutive_errors": "max_consecutive_skips",
+    "axis": "axis_name",
+    "pmap_axis": "axis_name",
+}
+STEP: dict[str, str] = {
+    **_SCALE,
+    **_POLICY,
+    **_SKIPS,
+    "opt": "tx",
+    "optimizer": "tx",
+    "loss": "loss_fn",
+    "aux": "has_aux",
+    "accumulate_grad_batches": "accumulate",
+    "accumulate_steps": "accumulate",
+    "gradient_accumulation_steps": "accumulate",
+    "grad_accum": "accumulate",
+    "grad_accum_steps": "accumulate",
+    "accumulation_steps": "accumulate",
+    "num_microbatches": "accumulate",
+    "every_k_schedule": "accumulate",
+    "in_axes": "accumulate_axes",
+    "donate_argnums": "donate",
+    "gradient_clip_val": _CLIP,
+    "clip_grad_norm": _CLIP,
+    "max_grad_norm": _CLIP,
+    "max_norm": _CLIP,
+    "global_clipnorm": _CLIP,
+    "clipnorm": _CLIP,
+    "clip": _CLIP,
+    "master_weights": "mpjax.optim.with_master_weights(tx) as tx",
+    "keep_batchnorm_fp32": "nothing: statistics of norms are computed in float32",
+    "mutable": _EXTRA,
+    "batch_stats": _EXTRA,
+    "skip_nonfinite": "nothing: a step that is not finite is skipped",
+    "skip_nonfinite_updates": "nothing: a step that is not finite is skipped",
+    "rng": _EXTRA,
+    "rngs": _EXTRA,
+    "key": _EXTRA,
+    "params": "step.init(params), and no params here,",
+    "jit": "nothing: the step is jitted; under jax.disable_jit() it is not",
+    "enabled": "policy='32-true'",
+}
+NNX_STEP: dict[str, str] = {**STEP, "filter": "wrt"}
+WRAPPER: dict[str, str] = {
+    **{
+        name: f"mpjax.DynamicLossScale({meant.partition(' ')[0]}=...) as loss_scale"
+        for name, meant in LOSS_SCALE.items()
+        if meant.partition(" ")[0] != "loss_scale" and not meant.startswith(("nothing", "mpjax"))
+    },
+    **{name: meant for name, meant in LOSS_SCALE.items() if meant == "loss_scale"},
+    **_SCALE,
+    **_SKIPS,
+    "opt": "inner",
+    "tx": "inner",
+    "optimizer": "inner",
+    "inner_optimizer": "inner",
+    "enabled": "loss_scale=None, which skips and does not scale,",
+    "policy": "mpjax.get_loss_scale(policy) as loss_scale",
+    "precision": "mpjax.get_loss_scale(policy) as loss_scale",
+}
+"""Keywords of wrappers of optimizers: those of loss scales too, which stand in the scale here."""
+POLICY_KEYWORDS: dict[str, str] = {
+    "params": "param_dtype",
+    "param": "param_dtype",
+    "variable_dtype": "param_dtype",
+    "compute": "compute_dtype",
+    "output": "output_dtype",
+    "reduce_dtype": "nothing: gradients are averaged in float32",
+    "buffer_dtype": "nothing: what is no parameter keeps its dtype",
+    "cast_forward_inputs": "nothing: autocast casts what products read",
+    "keep_low_precision_grads": "nothing: gradients are float32",
+    "name": "mpjax.get_policy(name)",
+    "policy": "mpjax.get_policy(name)",
+    "dtype": "mpjax.get_policy(dtype)",
+}
+MAP_KEYWORDS: dict[str, str] = {
+    "default_policy": "default",
+    "policy": "default",
+    "policy_map": "rules",
+    "policies": "rules",
+    "map": "rules",
+}
+RECIPE: dict[str, str] = {
+    "fp8_format": "fprop='e4m3', dgrad=('e5m2', 'e4m3'), which are the defaults of float8,",
+    "dtype": "fprop",
+    "interval": "nothing: scales follow at every step",
+    "amax_history_length": "amax_history_len",
+    "scaling_factor_compute_algo": "amax_compute_algo",
+    "reduce_amax": "nothing: XLA reduces over all shards of an array",
+    "fp8_dpa": "nothing: attention's products of two activations are in 16 bits",
+    "fp8_mha": "nothing: attention's products of two activations are in 16 bits",
+    "override_linear_precision": "fprop=None, dgrad=None or wgrad=None",
+    "enabled": "a policy without recipe, such as 'bf16-mixed',",
+}
+EXPLAIN: dict[str, str] = {**_POLICY, "precision": "dot_precision"}
+AUTOCAST: dict[str, str] = {name: meant for name, meant in EXPLAIN.items() if name != "dtype"}
