@@ -99,6 +99,13 @@ def existing_dtype(name: str) -> DType | None:
     return dtype if dtype.name == name else None
 
 
+def torch_dtype(spec: Any) -> str | None:
+    """Returns the name of a dtype of PyTorch, 'float16' of `torch.float16`; None for all else."""
+    kind = type(spec)
+    is_torch = kind.__module__ == "torch" and kind.__name__ == "dtype"
+    return repr(spec).rpartition(".")[2] if is_torch else None
+
+
 def _dtype_of_object(spec: Any) -> DType | None:
     # numpy.dtype(None) is float64, and an array would be taken for its dtype.
     if spec is None or isinstance(spec, (jax.Array, np.ndarray, np.generic)):
@@ -110,6 +117,8 @@ def _dtype_of_object(spec: Any) -> DType | None:
 
 
 def _unknown(spec: object, where: str) -> str:
+    if (name := torch_dtype(spec)) is not None:
+        return message(where, f"got {spec!r}, a dtype of PyTorch.", f"Type jnp.{name}.")
     close = nearest(spec, dtype_names(), 1) if isinstance(spec, str) else []
     fix = [f"Did you mean {close[0]!r}?"] if close else ["Type, for example, 'bfloat16'."]
     is_word = spec is None or isinstance(spec, (str, bytes, int, float, complex))

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import re
 from collections.abc import Generator, Iterable
 
 from mpjax._base.public import public
@@ -55,3 +56,33 @@ def nearest(word: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5
         by_lower.setdefault(name.lower(), name)
     close = difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=cutoff)
     return [by_lower[name] for name in close]
+
+
+def misspelt(word: str, known: Iterable[str]) -> list[str]:
+    """Returns the name of `known` that `word` is a misspelling of, in a list; an empty one if none.
+
+    Names are compared word by word, as `min_loss_scale` has three: likeness alone would take it for
+    `loss_scale`, which means another thing. Neither is `unscale` a misspelt `scale`.
+    """
+    close = [name for name in known if _is_misspelt(word, name)]
+    return nearest(word, close, 1, cutoff=0)
+
+
+def _is_misspelt(word: str, name: str) -> bool:
+    ours, theirs = (_CAPITAL.sub("_", text).lower().split("_") for text in (word, name))
+    if len(ours) != len(theirs):  # make_trainstep
+        return "".join(ours) == "".join(theirs)
+    return all(map(_is_like, ours, theirs))
+
+
+def _is_like(word: str, name: str) -> bool:
+    heads = [_PREFIX.match(text) for text in (word, name)]
+    is_same = len({head and head[0] for head in heads}) == 1
+    return is_same and difflib.SequenceMatcher(None, word, name).ratio() >= _SAME_WORD
+
+
+_CAPITAL = re.compile("(?<=[a-z0-9])(?=[A-Z])")  # of the next word, in the name of a class
+_PREFIX = re.compile("un|de|re|dis|non")
+"""The beginning of a word that gives it another meaning."""
+_SAME_WORD = 0.7
+"""The share of letters that a word and its misspelling have in common, at least."""

@@ -7,21 +7,25 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from mpjax._base.described import described, library_kind
-from mpjax._base.dtypes import describe
-from mpjax._base.errors import message, nearest
+from mpjax._base.dtypes import describe, torch_dtype
+from mpjax._base.errors import message, misspelt, nearest
 from mpjax._base.foreign_attributes import ATTRIBUTES
 from mpjax._base.foreign_names import DEVICES, POLICIES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def names_keywords(names: dict[str, str], where: str = "", behind: str = "") -> Callable[[F], F]:
+def names_keywords(
+    names: dict[str, str], where: str = "", behind: str = "", order: tuple[str, ...] = ()
+) -> Callable[[F], F]:
     """Decorates a function: errors for an unknown keyword or too many arguments say what to type.
 
     Args:
-      names: keywords of other libraries, and which one of the function's stands for each.
+      names: keywords of other libraries, and which one of the function's stands for each; `{}` in
+        that is the value. A key 'keyword=VALUE' is of one value.
       where: the function's name as users write it; `__name__` if empty.
       behind: of a function that returns one: the arguments of that, which may have been given here.
+      order: of arguments that another library takes without names: its name, then the keywords.
     """
 
     def decorate(fun: F) -> F:
@@ -36,7 +40,8 @@ def names_keywords(names: dict[str, str], where: str = "", behind: str = "") -> 
                 if name not in known:
                     raise TypeError(_unknown_keyword(caller, name, value, names, list(known)))
             if len(args) > most:
-                raise TypeError(_too_many(caller, len(args) - most, list(known), most, behind))
+                more = len(args) - most
+                raise TypeError(_too_many(caller, more, list(known), most, behind, order))
             return fun(*args, **kwargs)
 
         return wrapped  # type: ignore[return-value]  # of the same signature
@@ -44,7 +49,9 @@ def names_keywords(names: dict[str, str], where: str = "", behind: str = "") -> 
     return decorate
 
 
-def _too_many(where: str, more: int, known: list[str], most: int, behind: str) -> str:
+def _too_many(
+    where: str, more: int, known: list[str], most: int, behind: str, order: tuple[str, ...]
+) -> str:
     """Returns the error text for arguments that have no place, only a name."""
     placed, named = known[:most], [f"{name}=" for name in known[most:]]
     placed, most = (placed[1:], most - 1) if placed[:1] == ["self"] else (placed, most)
@@ -53,6 +60,9 @@ def _too_many(where: str, more: int, known: list[str], most: int, behind: str) -
     fix = f"Type {where}({', '.join((*placed, named[0]))}...)." if named else "Drop the others."
     if behind:
         fix = f"Type {where}({', '.join(placed)}){behind}: the function that it returns takes them."
+    elif more < len(order):
+        typed = ", ".join((*placed, *order[1 : more + 1]))
+        fix = f"For the order of {order[0]}, type {where}({typed})."
     return message(where, got, *allowed, fix)
 
 
@@ -60,13 +70,17 @@ def _unknown_keyword(
     where: str, name: str, value: Any, names: dict[str, str], known: list[str]
 ) -> str:
     allowed = [parameter for parameter in known if parameter != "self"]
-    close = nearest(name, allowed, 1, cutoff=0.7)
-    meant = names.get(name, close[0] if close else "")
+    meant = names.get(name, "".join(misspelt(name, allowed)))
+    said = getattr(value, "name", value)  # of an enum; an array would be read from its device
+    said = said if isinstance(said, (str, int, float)) else "..."
+    meant = names.get(f"{name}={said}", meant)
+    is_keyword = meant.replace(" and ", "").isidentifier()
+    if is_keyword and not {*meant.split(" and ")} <= {*allowed}:
+        meant = ""  # of another function of the table
     if (name == "enabled" and value is True) or meant.startswith("nothing"):
         fix = f"Drop {name}={meant.removeprefix('nothing') * meant.startswith('nothing')}."
     elif meant:
-        is_keyword = meant.replace(" and ", "").isidentifier()
-        meant = meant.replace("'bf16-mixed'", repr(mixed_with(value)))
+        meant = meant.replace("'bf16-mixed'", repr(mixed_with(value))).replace("{}", str(said))
         typed = f"{meant.replace(' and ', '= and ')}=" if is_keyword else meant
         fix = f"Type {typed} instead of {name}=."
     else:
@@ -100,7 +114,8 @@ def no_attribute(
     elif library is not None and not name.startswith("_") and hasattr(library, name):
         fix = [f"It is {library.__name__}'s: type {library.__name__}.{name}."]
     else:
-        fix = [f"Did you mean {module}.{word}?" for word in nearest(name, known, 1)]
+        fix = [f"Did you mean {module}.{word}?" for word in misspelt(name, known)]
+        fix = fix or [f"Type dir({module}) for the names that it has."]
     return message(f"module {module!r}", got, *fix)
 
 
@@ -128,10 +143,11 @@ class NoAttributeOfError(AttributeError):
         (name,) = self.args
         here = self._names.get(name)
         fields = list(getattr(self._cls, "__dataclass_fields__", ()))
-        known = [n for n in dict.fromkeys((*fields, *dir(self._cls))) if not n.startswith("_")]
-        close = nearest(name, known, 1)
+        known = dict.fromkeys((*fields, *dir(self._cls)))
+        known = [n for n in known if not n.startswith(("_", "tree_"))]
+        close = misspelt(name, known)
         fix = [f"Here it is {here}."] if here else [f"Did you mean .{word}?" for word in close]
-        if fields and not fix:
+        if not fix:
             fix = [f"It has {', '.join(f'.{word}' for word in known)}."]
         return message(self._cls.__name__, f"has no attribute {name!r}.", *fix)
 
@@ -172,6 +188,9 @@ def no_policy(spec: Any) -> str | None:
     elif is_array:
         got = f"got an array, {describe(spec)}, where a policy is named."
         fix = f"Type the function, and not what it returned: mpjax.autocast(fun, {name})."
+    elif (torchs := torch_dtype(spec)) is not None:
+        got = f"got {spec!r}, a dtype of PyTorch."
+        fix = f"Type {mixed_with(torchs)!r}, or {torchs!r} for all of it."
     elif isinstance(spec, type) and spec.__module__.partition(".")[0] == "mpjax":
         got = f"got the class {spec.__name__}, where a policy is named."
         fix = (

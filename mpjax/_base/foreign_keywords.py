@@ -25,14 +25,44 @@ LOSS_SCALE: dict[str, str] = {
     "increase_factor": "growth_factor",
     "decrease_factor": "backoff_factor",
     "fin_steps": "counter",
+    "growth_tracker": "counter",
+    "_growth_tracker": "counter",
+    "initial_scale_power": "loss_scale=2**{}",
     "hysteresis": "nothing: every overflow lowers the scale",
     "delayed_shift": "nothing: every overflow lowers the scale",
     "enabled": "mpjax.NoOpLossScale() in its place",
     "device": "nothing: JAX moves it with the state",
 }
+_OWN = (
+    *("growth_factor", "backoff_factor", "growth_interval"),
+    *("min_loss_scale", "max_loss_scale", "counter"),
+)
+
+
+def _of_dynamic(meant: str) -> str:
+    """Returns what stands for a keyword of a loss scale where the loss scale is an argument."""
+    if meant.startswith(("nothing", "mpjax")):
+        return meant
+    typed = meant if "=" in meant else f"{meant.replace(' and ', '=..., ')}=..."
+    return f"loss_scale=mpjax.DynamicLossScale({typed})"
+
+
+_DYNAMIC = {
+    name: _of_dynamic(meant) for name, meant in (LOSS_SCALE | {own: own for own in _OWN}).items()
+}
+STATIC: dict[str, str] = {
+    **{name: meant.removeprefix("loss_scale=") for name, meant in _DYNAMIC.items()},
+    **{name: meant for name, meant in LOSS_SCALE.items() if meant.startswith("loss_scale")},
+}
 _CLIP = "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)) as tx"
+_CLIP_VALUES = "optax.chain(optax.clip(1.0), optax.adamw(1e-3)) as tx"
+_ONE_LOSS = (
+    "nothing: a step has one loss; for several, docs/migrate/apex.md has the section "
+    "'A loss scale for each loss'"
+)
 _EXTRA = "step.init(params, extra_state), and a loss_fn(params, extra_state, batch),"
 _SCALE: dict[str, str] = {
+    **_DYNAMIC,
     "scaling": "loss_scale",
     "scaler": "loss_scale",
     "loss_scaler": "loss_scale",
@@ -89,13 +119,18 @@ STEP: dict[str, str] = {
     "every_k_schedule": "accumulate",
     "in_axes": "accumulate_axes",
     "donate_argnums": "donate",
-    "gradient_clip_val": _CLIP,
-    "clip_grad_norm": _CLIP,
-    "max_grad_norm": _CLIP,
-    "max_norm": _CLIP,
-    "global_clipnorm": _CLIP,
-    "clipnorm": _CLIP,
-    "clip": _CLIP,
+    "delay_unscale": "accumulate",
+    **dict.fromkeys(
+        (
+            *("gradient_clip_val", "gradient_clipping", "gradient_clip", "clip_gradients"),
+            *("clip_grad_norm", "clip_grad", "grad_clip", "grad_clip_norm", "max_grad_norm"),
+            *("max_norm", "global_clipnorm", "clipnorm", "clip_norm", "clip"),
+        ),
+        _CLIP,
+    ),
+    **dict.fromkeys(("clipvalue", "clip_value", "clip_grad_value"), _CLIP_VALUES),
+    "loss_id": _ONE_LOSS,
+    "num_losses": _ONE_LOSS,
     "master_weights": "mpjax.optim.with_master_weights(tx) as tx",
     "keep_batchnorm_fp32": "nothing: statistics of norms are computed in float32",
     "mutable": _EXTRA,
@@ -111,12 +146,6 @@ STEP: dict[str, str] = {
 }
 NNX_STEP: dict[str, str] = {**STEP, "filter": "wrt"}
 WRAPPER: dict[str, str] = {
-    **{
-        name: f"mpjax.DynamicLossScale({meant.partition(' ')[0]}=...) as loss_scale"
-        for name, meant in LOSS_SCALE.items()
-        if meant.partition(" ")[0] != "loss_scale" and not meant.startswith(("nothing", "mpjax"))
-    },
-    **{name: meant for name, meant in LOSS_SCALE.items() if meant == "loss_scale"},
     **_SCALE,
     **_SKIPS,
     "opt": "inner",
@@ -127,7 +156,7 @@ WRAPPER: dict[str, str] = {
     "policy": "mpjax.get_loss_scale(policy) as loss_scale",
     "precision": "mpjax.get_loss_scale(policy) as loss_scale",
 }
-"""Keywords of wrappers of optimizers: those of loss scales too, which stand in the scale here."""
+"""Keywords of wrappers of optimizers."""
 POLICY_KEYWORDS: dict[str, str] = {
     "params": "param_dtype",
     "param": "param_dtype",
@@ -150,16 +179,58 @@ MAP_KEYWORDS: dict[str, str] = {
     "map": "rules",
 }
 RECIPE: dict[str, str] = {
-    "fp8_format": "fprop='e4m3', dgrad=('e5m2', 'e4m3'), which are the defaults of float8,",
+    "fp8_format": "nothing: HYBRID is the default, e4m3 forward and e5m2 for gradients",
+    "fp8_format=E4M3": "fprop='e4m3', dgrad='e4m3', wgrad='e4m3'",
     "dtype": "fprop",
     "interval": "nothing: scales follow at every step",
-    "amax_history_length": "amax_history_len",
-    "scaling_factor_compute_algo": "amax_compute_algo",
+    "scaling_factor_compute_algo": "nothing: a scale follows from the largest value",
     "reduce_amax": "nothing: XLA reduces over all shards of an array",
     "fp8_dpa": "nothing: attention's products of two activations are in 16 bits",
     "fp8_mha": "nothing: attention's products of two activations are in 16 bits",
     "override_linear_precision": "fprop=None, dgrad=None or wgrad=None",
     "enabled": "a policy without recipe, such as 'bf16-mixed',",
+    "amax_history_len": "mpjax.DelayedScaling(amax_history_len=...)",
+    "amax_history_length": "mpjax.DelayedScaling(amax_history_len=...)",
+    "amax_compute_algo": "mpjax.DelayedScaling(amax_compute_algo=...)",
+}
+_ALONE = "nothing: it multiplies e4m3 alone"
+_BLOCK: dict[str, str] = {"fp8_format": _ALONE, "fp8_format=E4M3": _ALONE}
+_TILE = "nothing: each block is 1 x 128"
+_FLOAT8 = "mpjax.Float8CurrentScaling()"
+RECIPE_OF: dict[str, dict[str, str]] = {
+    "DelayedScaling": {"amax_history_length": "amax_history_len"},
+    "MXFP8BlockScaling": _BLOCK,
+    "Float8BlockScaling": {
+        **_BLOCK,
+        **{f"{each}_block_scaling_dim": _TILE for each in ("x", "w", "grad")},
+    },
+    "Int8CurrentScaling": {"fp8_format": _FLOAT8, "fp8_format=E4M3": _FLOAT8},
+}
+"""What differs from `RECIPE` in a recipe of that name."""
+ATTENTION: dict[str, str] = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "causal": "is_causal",
+    "softmax_scale": "scale",
+    "attn_mask": "mask= (booleans) or bias= (added to the logits)",
+    "attention_mask": "mask= (booleans) or bias= (added to the logits)",
+    "key_padding_mask": "key_value_seq_lengths",
+    "window_size": "local_window_size",
+    "dropout_p": "jax.nn.softmax and a dropout of its result, written out,",
+    "dropout_p=0.0": "nothing: there is no dropout",
+    "enable_gqa": "nothing: there may be fewer heads of keys than of queries",
+}
+QUANTIZE: dict[str, str] = {
+    **dict.fromkeys(
+        ("bits", "dtype", "qtype", "weight_qtype", "mode", "kind", "weights"),
+        "policy='int8_from_mixed_bfloat16'",
+    ),
+    "bits=4": "policy='int8_from_mixed_bfloat16', as 8 bits are the fewest here,",
+    "recipe": "policy=mpjax.QuantizedPolicy('bf16-mixed', recipe)",
+    "axis": "channel_axis",
+    "tree": "params",
+    "model": "params",
 }
 EXPLAIN: dict[str, str] = {**_POLICY, "precision": "dot_precision"}
 AUTOCAST: dict[str, str] = {name: meant for name, meant in EXPLAIN.items() if name != "dtype"}

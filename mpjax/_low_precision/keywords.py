@@ -6,6 +6,7 @@ ROUNDED: dict[str, str] = {**_INNER, "key": "seed", "rng": "seed"}
 QUANTIZED_STATE: dict[str, str] = {
     **_INNER,
     "bits": "kind='int8'",
+    "optim_bits": "kind='int8'",
     "dtype": "kind='int8'",
     "mode": "kind",
     "blocksize": "block_size",

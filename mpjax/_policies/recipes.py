@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from mpjax._base.errors import message, nearest
 from mpjax._base.foreign_errors import names_keywords
-from mpjax._base.foreign_keywords import RECIPE
+from mpjax._base.foreign_keywords import RECIPE, RECIPE_OF
 
 Pair: TypeAlias = tuple[str, str]
 """The dtypes of both operands: of input and weight, or of a gradient and the other operand."""
@@ -150,7 +150,8 @@ K = TypeVar("K", bound=type[Recipe])
 
 def _names_keywords(kind: K) -> K:
     """Returns a recipe whose error for a keyword of Transformer Engine says what to type."""
-    kind.__init__ = names_keywords(RECIPE, kind.__name__)(kind.__init__)
+    names = {**RECIPE, **RECIPE_OF.get(kind.__name__, {})}
+    kind.__init__ = names_keywords(names, kind.__name__)(kind.__init__)
     return kind
 
 

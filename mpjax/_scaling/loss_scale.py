@@ -16,7 +16,7 @@ from mpjax._base.errors import message
 from mpjax._base.exported import exported, stored_by_flax, tell_flax
 from mpjax._base.foreign_attributes import SCALE_ATTRIBUTES
 from mpjax._base.foreign_errors import attribute_error, names_keywords
-from mpjax._base.foreign_keywords import LOSS_SCALE
+from mpjax._base.foreign_keywords import LOSS_SCALE, STATIC
 from mpjax._base.gradient_tags import tag
 from mpjax._base.public import public
 from mpjax._base.tree import as_pred, is_array, is_castable, map_with_path, to_full
@@ -32,6 +32,10 @@ from mpjax._scaling.checks import (
 
 T = TypeVar("T")
 
+_OF_JMP = (
+    *("jmp", "counter=...", "growth_interval=..."),
+    *("growth_factor=..., backoff_factor=...", "min_loss_scale=..."),
+)
 
 @runtime_checkable
 class LossScale(Protocol):
@@ -214,7 +218,7 @@ class StaticLossScale(ScalarFields):
     __slots__ = ("loss_scale",)
     _fields = ("loss_scale",)
 
-    @names_keywords(LOSS_SCALE, "StaticLossScale")
+    @names_keywords(STATIC, "StaticLossScale")
     def __init__(self, loss_scale: ScalarLike = 2.0**15) -> None:
         check_scale("StaticLossScale(loss_scale)", loss_scale)
         self._set([jnp.asarray(loss_scale, jnp.float32)])
@@ -283,7 +287,7 @@ class DynamicLossScale(ScalarFields):
     min_loss_scale: Array
     max_loss_scale: Array
 
-    @names_keywords(LOSS_SCALE, "DynamicLossScale")
+    @names_keywords(LOSS_SCALE, "DynamicLossScale", order=_OF_JMP)
     def __init__(
         self,
         loss_scale: ScalarLike = 2.0**15,

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from mpjax._autocast.eight_bits.quantized import MULTIPLE, SMALLEST
 from mpjax._autocast.product import scaled
 from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.foreign_keywords import QUANTIZE
 from mpjax._base.quantized_array import QuantizedArray, is_quantized
 from mpjax._base.tree import is_array, is_castable, is_overwritten, leaf_paths
 from mpjax._base.typing import PolicySpec
@@ -25,6 +27,7 @@ from mpjax._weights import attention_kernels as attention
 _WHERE = "quantize"
 
 
+@names_keywords(QUANTIZE)
 def quantize(params: Any, policy: PolicySpec, *, channel_axis: int = -1) -> Any:
     """Returns `params` with weights in 8 bits: a quarter of the memory, for inference.
 

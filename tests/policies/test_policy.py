@@ -371,16 +371,21 @@ KEYWORDS = {
     mpjax.autocast: foreign_keywords.AUTOCAST,
     mpjax.explain: foreign_keywords.EXPLAIN,
     mpjax.numerics.diagnose: foreign_keywords.DIAGNOSIS,
-    mpjax.DelayedScaling: foreign_keywords.RECIPE,
+    mpjax.StaticLossScale: foreign_keywords.STATIC,
+    mpjax.Float8CurrentScaling: foreign_keywords.RECIPE,
+    **{getattr(mpjax, name): names for name, names in foreign_keywords.RECIPE_OF.items()},
+    mpjax.dot_product_attention: foreign_keywords.ATTENTION,
+    mpjax.quantize: foreign_keywords.QUANTIZE,
 }
 
 
 @pytest.mark.parametrize("fun", KEYWORDS, ids=lambda fun: fun.__qualname__)
 def test_a_keyword_of_another_library_is_answered_with_one_that_is_here(fun):
     known = inspect.signature(fun).parameters
-    for name, meant in KEYWORDS[fun].items():
+    for key, meant in KEYWORDS[fun].items():
+        name, _, value = key.partition("=")
         with pytest.raises(TypeError, match=f"unknown keyword {name}=") as error:
-            fun(**{name: None})
+            fun(**{name: value or None})
         if meant.isidentifier():
             assert f"Type {meant}= instead of {name}=." in str(error.value)
         for word in re.findall(r"Type (\w+)=(?: and (\w+)=)?", str(error.value)):

@@ -1,5 +1,6 @@
 """Wrong uses of optimizers that round and store low, of recipes, of measure, and of devices."""
 
+import enum
 import warnings
 
 import jax
@@ -16,6 +17,7 @@ ADAM, INT8 = optax.adam(0.1), "int8_from_mixed_bfloat16"
 CENTRED = optax.rmsprop(0.1, centered=True)
 HALF = {"w": jnp.ones((2, 2), jnp.bfloat16)}
 KERNELS = {"kernel": jnp.ones((64, 64))}
+FP8 = enum.Enum("Format", ("E4M3", "HYBRID"))  # as Transformer Engine's
 STORES = (
     lambda tx: optim.with_state_dtypes(tx, mu_dtype="bf16", nu_dtype="bf16"),
     optim.with_quantized_state,
@@ -90,7 +92,8 @@ ROWS = {
             "with_quantized_state: unknown keyword {}",
             ({"bits": 8}, "bits=. | Allowed: inner, kind, block_size, rules. | Type kind='int8' i"),
             ({"dtype": "int8"}, "dtype=. | Type kind='int8' instead of dtype=."),
-            ({"blocksize": 64}, "blocksize=. | Type block_size=")),
+            ({"blocksize": 64}, "blocksize=. | Type block_size="),
+            ({"optim_bits": 8}, "optim_bits=. | Type kind='int8' instead of optim_bits=.")),
         (lambda: optim.with_quantized_state("int8", ADAM), T,
             "got 'int8' as the optimizer, and an | Swap them: mpjax.optim.with_quantized_state(tx"),
         (lambda: optim.with_state_dtypes(ADAM, dtype="bfloat16"), T,
@@ -166,6 +169,27 @@ ROWS = {
             ({"dgrad": "e5m2"}, "e5m2 for both operands"), ({"dgrad": ("e5m2",)}, "not two dtypes"),
             ({"granularity": "row"}, "Allowed: 'tensor'"), ({"margin": -1}, "from 0 to 8"),
             (dict.fromkeys(("fprop", "dgrad", "wgrad")), "quantises no product")),
+        *told(lambda given: getattr(mpjax, given[0])(**given[1]), T, "{}",
+            *((("DelayedScaling", {"fp8_format": v}), f"fp8_format=. | Allowed | {said}")
+                for v, said in (
+                    (FP8.E4M3, "Type fprop='e4m3', dgrad='e4m3', wgrad='e4m3' instead of fp8_fo"),
+                    ("E4M3", "Type fprop='e4m3', dgrad='e4m3', wgrad='e4m3' instead of fp8_form"),
+                    (FP8.HYBRID, "Drop fp8_format=: HYBRID is the default, e4m3 forward and"))),
+            *(((kind, {"fp8_format": v}), f"{kind}: | Drop fp8_format=: it multiplies e4m3 alone.")
+                for kind in ("MXFP8BlockScaling", "Float8BlockScaling")
+                for v in (FP8.E4M3, FP8.HYBRID)),
+            *(((kind, {"scaling_factor_compute_algo": None}),
+                "Drop scaling_factor_compute_algo=: a scale follows from the largest value.")
+                for kind in ("Float8CurrentScaling", "DelayedScaling")),
+            *((("Float8CurrentScaling", {name: 16}),
+                f"Type mpjax.DelayedScaling({own}=...) instead of {name}=.")
+                for name, own in (
+                    *(("amax_history_len", "amax_history_len"),
+                        ("amax_history_length", "amax_history_len")),
+                    ("amax_compute_algo", "amax_compute_algo"))),
+            (("Float8BlockScaling", {"w_block_scaling_dim": 2}),
+                "Drop w_block_scaling_dim=: each block is 1 x 128."),
+            (("Int8CurrentScaling", {"fp8_format": "E4M3"}), "mpjax.Float8CurrentScaling()")),
         (lambda: mpjax.Float8CurrentScaling(margin=0.5), T, "a whole number"),
         (lambda: mpjax.Int8CurrentScaling(fprop="e4m3"), V, "Type mpjax.Float8Current"),
         (lambda: mpjax.Int8CurrentScaling(fprop="int4"), V, "no 4-bit product"),
@@ -194,6 +218,11 @@ ROWS = {
         (lambda: mpjax.QuantizedPolicy(mpjax.PolicyMap("float32")), T, "PolicyMap"),
         (lambda: mpjax.QuantizedPolicy.from_dict({}), V, "got no 'recipe'"),
         (lambda: mpjax.QuantizedPolicy().to_jmp(), T, "policy.base.to_jmp"),
+        *told(lambda given: mpjax.quantize(KERNELS, **given), T, "quantize: unknown keyword {}",
+            ({"bits": 8}, "bits=. | Allowed: params, policy, channel_axis. | Type policy='int8_fr"),
+            ({"bits": 4}, "bits=. | 'int8_from_mixed_bfloat16', as 8 bits are the fewest here,"),
+            ({"dtype": "int8"}, "dtype=. | Type policy='int8_from_mixed_bfloat16' instead of dt"),
+            ({"axis": 0}, "axis=. | Type channel_axis= instead of axis=.")),
         *told(lambda given: mpjax.quantize(KERNELS, **given), V, "{}",
             ({"policy": POLICY}, "has no recipe"),
             ({"policy": INT8, "channel_axis": 0}, "Allowed: -1, -2"),

@@ -65,6 +65,30 @@ def traced_step(made):
     made.lower(made.init(jnp.ones(2)), X)
 
 
+class TorchDType:
+    """Looks like a dtype of PyTorch, which is not installed: its module and its text."""
+
+    def __init__(self, name):
+        self.text = f"torch.{name}"
+
+    def __repr__(self):
+        return self.text
+
+
+TorchDType.__module__, TorchDType.__name__ = "torch", "dtype"
+TORCH_BF16, TORCH_F16, TORCH_F32 = map(TorchDType, ("bfloat16", "float16", "float32"))
+DLS = mpjax.DynamicLossScale
+
+
+def shown_without(owner, name):
+    """Raises what is said of a missing attribute, if it names none that is like it."""
+    try:
+        getattr(owner, name)
+    except AttributeError as error:
+        if "Did you mean" not in (text := str(error)):
+            raise ValueError(text) from None
+
+
 STATEFUL = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
 
 
@@ -199,7 +223,25 @@ ROWS = {
             (lambda call=call: call(["tanh"]), T, "got ['tanh'] | Accepted | a dict"),
         )
     ],
+    "attention as PyTorch has it": [
+        *told(lambda given: mpjax.dot_product_attention(X, X, X, **given), T,
+            "dot_product_attention: unknown keyword {}",
+            ({"attn_mask": X}, "attn_mask=. | Allowed: query, | Type mask= (booleans) or bias="),
+            ({"dropout_p": 0.0}, "dropout_p=. | Drop dropout_p=: there is no dropout"),
+            ({"dropout_p": 0.1}, "dropout_p=. | jax.nn.softmax and a dropout of its result"),
+            ({"enable_gqa": True}, "enable_gqa=. | Drop enable_gqa=: there may be fewer heads"),
+            ({"causal": True}, "causal=. | Type is_causal= instead of causal=.")),
+        (lambda: mpjax.dot_product_attention(X, X, X, None, None, 0.0), T,
+            "takes query, key, value, bias, mask without a name; got 6 | by name: scale=, is_ca"),
+    ],
     "policies as other libraries have them": [
+        *told(lambda spec: mpjax.get_policy(spec), V, "get_policy: {}",
+            (TORCH_BF16, "got torch.bfloat16, a dtype of PyTorch. | Accepted | Type 'bf16-mixed'"),
+            (TORCH_F16, "got torch.float16, a dtype | Accepted | Type '16-mixed'"),
+            (TORCH_F32, "got torch.float32, a dtype | Type '32-true'")),
+        (lambda: mpjax.autocast(loss_fn, TORCH_F16), V, "torch.float16, a | '16-mixed'"),
+        (lambda: mpjax.Policy("f32", TORCH_F16), V,
+            "Policy(compute_dtype): got torch.float16, a dtype of PyTorch. | Type jnp.float16"),
         (lambda: mpjax.get_policy(INT8).source_name, A, 'Here it is .base'),
         (lambda: operator.setitem(MAP, "a", "f32"), T, "is immutable | {'a': policy, **"),
         (lambda: operator.delitem(MAP, "norm"), T, 'is immutable | Make another'),
@@ -352,6 +394,23 @@ ROWS = {
         (lambda: mpjax.linen.Dense, A, "'mpjax.linen' | flax.linen.Dense"),
         (lambda: mpjax.train.make_trainstep, A, 'Did you mean mpjax.train.make_train_step?'),
         (lambda: mpjax.numerics.diagnos, A, 'Did you mean mpjax.numerics.diagnose?'),
+        *told(lambda name: getattr(mpjax, name), A, "module 'mpjax': has no attribute {}",
+            *((name, f"'{name}'. | Here it is {here}") for name, here in (
+                ("disable_casts", "mpjax.full_precision(), in a with block"),
+                ("register_float_function", "mpjax.full_precision()(fun)"),
+                ("register_half_function", "mpjax.get_policy(policy).cast_to_compute"),
+                ("promote_function", "nothing"), ("optim_bits", "mpjax.optim.with_quantized_state"),
+                ("Linear8bitLt", "mpjax.quantize(params, "),
+                ("PagedAdamW8bit", "mpjax.optim.with_quantized_state(optax.adamw(1e-3))"),
+                ("QtProvider", "mpjax.autocast(fun, "), ("PtqProvider", "mpjax.quantize(params, "),
+                ("current_policy", "mpjax.get_policy()"), ("GradScalerKwargs", "mpjax.DynamicLos"),
+            ))),
+        (lambda: shown_without(mpjax, "scale_of_loss"), V, "'mpjax': has no attribute | Type dir("),
+        (lambda: shown_without(DLS(), "rescale"), V, "no attribute 'rescale'. | It has .adjust, ."),
+        (lambda: shown_without(mpjax, "requantize"), V, "'mpjax': has no attribute 'requantize'"),
+        (lambda: mpjax.maketrainstep, A, "Did you mean mpjax.make_train_step?"),
+        (lambda: DLS().growht_interval, A, "Did you mean .growth_interval?"),
+        (lambda: DLS().lost_scale, A, "Did you mean .loss_scale?"),
         (lambda: mpjax.pods.chek, A, 'Did you mean mpjax.pods.check?'),
     ],
 }

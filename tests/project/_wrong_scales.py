@@ -66,6 +66,8 @@ ROWS = {
             "got True | twice | Leave unscale= out"),
         (lambda: VG(loss_fn, loss_scale=8.0, unscale=0), T, "None, True or False | got 0"),
         (lambda: VG(loss_fn, loss_scale=8.0, argnum=1), T, "argnum= | Type argnums="),
+        (lambda: VG(loss_fn, growth_interval=9), T,
+            "Type loss_scale=mpjax.DynamicLossScale(growth_interval=...) instead"),
         (lambda: VG(loss_fn, loss_scale=1, policy="bf61"), V, "'bf61' | Accepted | Did you mean"),
         (lambda: mpjax.nnx.value_and_grad(loss_fn, loss_scale="x"), T,
             "'x' | Allowed | DynamicLossScale()"),
@@ -133,7 +135,22 @@ ROWS = {
             *(2**15, 1024.0)),
         (lambda: DLS(8, 0, 2000, 2), T,  # the order of jmp
             "DynamicLossScale: takes loss_scale without a name; got 4 | growth_factor=, | "
-            "growth_interval=, | counter= | Type DynamicLossScale(loss_scale, growth_factor="),
+            "growth_interval=, | counter= | For the order of jmp, type DynamicLossScale("
+            "loss_scale, counter=..., growth_interval=..., growth_factor=..., backoff_factor=...)"),
+        (lambda: DLS(8, 0), T, "got 2 | type DynamicLossScale(loss_scale, counter=...)."),
+        (lambda: mpjax.StaticLossScale(8, 0), T, "got 2 | Drop the others."),
+        *told(lambda given: DLS(**given), T, "DynamicLossScale: unknown keyword {}",
+            ({"initial_scale_power": 16}, "initial_scale_power=. | Type loss_scale=2**16 instead"),
+            *(({name: 7}, f"{name}=. | Type counter= instead of {name}=.")
+                for name in ("growth_tracker", "_growth_tracker")),
+            ({"loss_scale_max": 7}, "loss_scale_max=. | Drop loss_scale_max=.")),
+        *told(lambda name: getattr(DLS(), name), A, "DynamicLossScale: has no attribute {}",
+            *((name, f"'{name}'. | Here it is {here}") for name, here in (
+                *(("cur_scale", ".loss_scale."), ("init_scale", ".loss_scale.")),
+                *(("scale_window", ".growth_interval"), ("growth_tracker", ".counter")),
+                *(("_growth_tracker", ".counter"), ("set_growth_interval", "another loss scale")),
+                ("set_growth_factor", "another loss scale: mpjax.DynamicLossScale(growth_factor="),
+            ))),
         (lambda: mpjax.Float8CurrentScaling("e4m3"), T, "takes nothing without a name | (fprop="),
         (lambda: DLS(8, growth_intervall=2), T, "Allowed | Type growth_interval="),
         (lambda: SLS(scale=8), T, "scale= | Allowed | Type loss_scale="),
@@ -229,6 +246,12 @@ ROWS = {
         (lambda: wrap().update(state_of(), PARAMS, PARAMS), V,
             "no LossScaleState; got a dict. | gradients come first: tx.update(grads, opt_st"),
         (lambda: wrap(SGD, SGD), T, "Allowed | DynamicLossScale()"),
+        *told(lambda name: wrap(**{name: 2.0}), T, "unknown keyword {}",
+            *((name, f"{name}=. | Type loss_scale=mpjax.DynamicLossScale({own}=...) instead of ")
+                for name, own in (
+                    *(("min_loss_scale", "min_loss_scale"), ("period", "growth_interval")),
+                    *(("init_scale", "loss_scale"), ("factor", "growth_factor=..., backoff_factor"))
+                ))),
         (lambda: wrap(SGD, POLICY), T, "'bf16-mixed' | Allowed | DynamicLossScale()"),
         *told(lambda inside: wrap(inside).init(PARAMS), V,
             "holds a loss scale already{} | Drop one of", (wrap(), " | twice"),

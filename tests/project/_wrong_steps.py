@@ -40,6 +40,7 @@ import mpjax.optim
 import mpjax.train
 
 DLS = mpjax.DynamicLossScale
+GROWTH = ("growth_interval", "growth_factor", "backoff_factor")
 ADAM = optax.adam(0.1)
 SPARSE = sparse.BCOO.fromdense(jnp.eye(4))
 
@@ -168,6 +169,21 @@ ROWS = {
                 ("gradient_clip_val", 1.0, "clip_by_global_norm(1.0), optax.adamw(1e-3)) as tx"),
                 ("master_weights", True, "with_master_weights(tx)"),
                 ("enabled", False, "Type policy='32-true'"),
+                ("loss_id", 1, "Drop loss_id=: a step has one loss; | A loss scale for each loss"),
+                ("num_losses", 3, "Drop num_losses=: a step has one loss"),
+                ("delay_unscale", True, "Type accumulate= instead of delay_unscale=."),
+                ("min_loss_scales", 1.0, "Drop min_loss_scales=."),
+                *((name, 1.0, "clip_by_global_norm(1.0), optax.adamw(1e-3)) as tx instead of")
+                    for name in ("gradient_clipping", "clip_grad", "grad_clip", "clip_norm")),
+                *((name, 1.0, "Type optax.chain(optax.clip(1.0), optax.adamw(1e-3)) as tx")
+                    for name in ("clipvalue", "clip_value", "clip_grad_value")),
+                *((name, 2.0, f"Type loss_scale=mpjax.DynamicLossScale({own}=...) instead")
+                    for name, own in (
+                        *(("min_loss_scale", "min_loss_scale"), ("init_scale", "loss_scale")),
+                        *(("max_loss_scale", "max_loss_scale"), ("period", "growth_interval")),
+                        *((own, own) for own in GROWTH))),
+                ("hysteresis", 2, "Drop hysteresis=: every overflow lowers the scale."),
+                ("initial_scale_power", 16, "DynamicLossScale(loss_scale=2**16) instead"),
             )
         ),
         (lambda: step().init(PARAMS).parms, A, 'TrainState | Did you mean .params?'),

@@ -20,6 +20,8 @@ from mpjax._autocast.attention.checks import (
 )
 from mpjax._autocast.attention.primitives import attention
 from mpjax._autocast.attention.program import LEAST, AttentionProgram, Operands, Spec
+from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.foreign_keywords import ATTENTION
 
 Lengths = ArrayLike | None
 Window = int | tuple[int, int] | None
@@ -57,6 +59,7 @@ def dot_product_attention(
     implementation: Literal["xla", "cudnn"] | None = ...,
     return_residual: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
+@names_keywords(ATTENTION)
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
