@@ -267,13 +267,7 @@ def unknown_policy(name: str, names: list[str]) -> str:
         fix = "Type 'int8_from_mixed_bfloat16'; mpjax.quantize(params, it) for weights in 8 bits."
         return message("get_policy", got, allowed, fix)
     if re.search("(fp|float|^f|int|^i|^)8|transformer-engine|hybrid|e4m3|e5m2", folded(name)):
-        got = f"unknown policy {name!r}: 8 bits is a recipe of products, and no dtype of a policy."
-        allowed = "Accepted: 'int8_from_mixed_bfloat16', 'float8_from_mixed_bfloat16', or either "
-        allowed += "from another base, such as 'float8_from_mixed_float16'."
-        kind = "int8" if re.search("^(int|i)?8", folded(name)) else "float8"
-        base = "mixed_float16" if folded(name).endswith("float16") else "mixed_bfloat16"
-        base = "mixed_bfloat16" if folded(name).endswith("bfloat16") else base
-        return message("get_policy", got, allowed, f"Type '{kind}_from_{base}'.")
+        return _no_eight_bits(name)
     accepted = (
         "Accepted: 'bf16-mixed', '16-mixed', '32-true', 'mixed_bfloat16', 'O2', "
         "'p=f32,c=bf16,o=f32', or one dtype; `python -m mpjax names` lists all."
@@ -282,3 +276,18 @@ def unknown_policy(name: str, names: list[str]) -> str:
     close = [meant] if meant else nearest(folded(name), names, 1) or nearest(name, names, 1)
     fix = f"Did you mean get_policy({close[0]!r})?" if close else "E.g. get_policy('bf16-mixed')."
     return message("get_policy", f"unknown policy {name!r}.", accepted, fix)
+
+
+def _no_eight_bits(name: str) -> str:
+    """Returns the error text for a name of 8 bits without a base."""
+    got = f"unknown policy {name!r}: 8 bits is a recipe of products, and no dtype of a policy."
+    allowed = "Accepted: 'int8_from_mixed_bfloat16', 'float8_from_mixed_bfloat16', or either "
+    allowed += "from another base, such as 'float8_from_mixed_float16'."
+    kind = "int8" if re.search("^(int|i)?8", folded(name)) else "float8"
+    base = "mixed_float16" if folded(name).endswith("float16") else "mixed_bfloat16"
+    base = "mixed_bfloat16" if folded(name).endswith("bfloat16") else base
+    fix = f"Type '{kind}_from_{base}'."
+    if folded(name).startswith("transformer-engine"):  # Lightning stores weights in 16 bits
+        low = base.removeprefix("mixed_")
+        fix = f"Type 'float8_from_{low}', or 'float8_from_{base}' for float32 parameters."
+    return message("get_policy", got, allowed, fix)

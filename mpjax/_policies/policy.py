@@ -207,7 +207,8 @@ _FOLDED = frozenset(folded(name) for name, *_ in POLICY_ROWS)
 def _name_of(spec: DTypeSpec, where: str) -> str:
     if spec == HALF and isinstance(spec, str):
         return HALF
-    if isinstance(spec, str) and folded(spec) in _FOLDED and not _dtypes.is_dtype_name(spec):
+    is_dtype = isinstance(spec, str) and _dtypes.is_dtype_name(spec.lower())  # 'F16', misspelt
+    if isinstance(spec, str) and folded(spec) in _FOLDED and not is_dtype:
         got = f"{spec!r} names a policy, and this is one dtype of three."
         raise ValueError(message(where, got, f"Type mpjax.get_policy({spec!r})."))
     return _dtypes.short_name(_dtypes.canonical_dtype(spec, where))

@@ -32,7 +32,9 @@ def check_loss(value: Any, args: tuple[Any, ...], name: str, *, holomorphic: boo
     fix = "Reduce it, e.g. `loss.astype(jnp.float32).mean()`; "
     fix += "to return more than the loss, set has_aux=True."
     is_pair = isinstance(value, tuple) and len(value) == 2
-    if args and _are_gradients(value[1] if is_pair else value, args[0]):
+    if args and is_array(value) and is_array(args[0]) and value.shape == args[0].shape:
+        fix += "\n  If it is jax.grad(loss_fn), give loss_fn itself: it is differentiated here."
+    elif args and _are_gradients(value[1] if is_pair else value, args[0]):
         got = "the loss came with gradients." if is_pair else "the loss is gradients."
         fix = "Give the loss function itself, without jax.value_and_grad or jax.grad around it: "
         fix += "it is differentiated here."

@@ -271,7 +271,12 @@ ROWS = {
                 for where, name, call in SWAPPED)),
         (lambda: mpjax.linen.with_policy(MAP, model()), T,
             "got the policy | where model stands | Swap them: with_policy(model,"),
-        (lambda: mpjax.get_policy("transformer-engine"), V, "'float8_from_mixed_bfloat16'."),
+        *told(mpjax.get_policy, V, "unknown policy {}",
+            *((name, f"'{name}': | Type 'float8_from_{low}', or 'float8_from_mixed_{low}' for floa")
+                for name, low in (("transformer-engine", "bfloat16"),
+                    ("transformer-engine-float16", "float16")))),
+        (lambda: mpjax.get_policy("c=F16"), V, "unknown dtype 'F16'. | Did you mean 'f16'?"),
+        (lambda: mpjax.Policy("Half"), V, "unknown dtype 'Half'. | Did you mean 'half'?"),
         (lambda: mpjax.get_policy("float"), V, "'float' | Did you mean get_policy('float32')"),
         *told(mpjax.PolicyMap(POLICY, {}).policy_for, T,
             "PolicyMap.policy_for(path): must be a text; got {}", (3, "int. | Type"),
