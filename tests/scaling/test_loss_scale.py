@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from _helpers import bits, count_casts
 from _optimizers import through_orbax
+from flax.training.dynamic_scale import DynamicScale
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -478,3 +479,19 @@ def test_repr_under_jit_shows_types():
     texts = []
     jax.jit(lambda ls: texts.append(repr(ls)))(mpjax.StaticLossScale(2))
     assert re.fullmatch(r"StaticLossScale\(loss_scale=.*float32\[\].*\)", texts[0])
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5])
+@pytest.mark.parametrize("floor", [2.0**-126, 4.0])
+def test_flaxs_dynamic_scale_is_matched_by_one_more_step_of_the_interval(interval, floor):
+    theirs = DynamicScale(scale=64.0, growth_interval=interval, minimum_scale=floor)
+    ours = mpjax.DynamicLossScale(
+        64.0, growth_interval=interval + 1, min_loss_scale=floor, max_loss_scale=LARGEST
+    )
+    flags = np.random.default_rng(interval).random(60) < 0.8
+    for finite in [*flags, *[False] * 8, *[True] * 8]:
+        grad = theirs.value_and_grad(lambda p, f=finite: p * (1.0 if f else jnp.inf))
+        theirs, is_finite, *_ = grad(jnp.float32(1))
+        assert is_finite == finite
+        ours = ours.adjust(is_finite)
+        assert ours.loss_scale == theirs.scale
