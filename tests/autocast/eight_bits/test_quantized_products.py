@@ -92,6 +92,18 @@ def test_product_of_gaussians_512_deep_is_as_exact_as_its_dtype(recipe, fprop, g
     assert error(out, x @ w) > 0.008  # it was quantised
 
 
+@pytest.mark.parametrize("operand", [0, 1])
+def test_each_128_values_that_are_added_up_have_a_scale_of_their_own(operand):
+    """Weights too, which Transformer Engine scales in squares of 128 x 128."""
+    small = np.full((128, 128), 1.0, np.float32)
+    small[0] = 2.0**-30  # in one block with the others it would become 0
+    pair = [np.ones((128, 128), np.float32)] * 2
+    pair[operand] = small if operand == 0 else small.T
+    out = multiply(mpjax.Float8BlockScaling())(*pair)
+    line = out[0] if operand == 0 else out[:, 0]
+    assert (np.asarray(line) == 128 * 2.0**-30).all()
+
+
 def test_what_a_recipe_leaves_is_multiplied_in_the_low_dtype():
     out, pullback = jax.vjp(multiply(mpjax.Int8CurrentScaling(dgrad=None)), X, W)
     dx, dw = pullback(CT)
