@@ -169,13 +169,48 @@ def folded(name: str) -> str:
 def no_keras_policy(kind: str) -> str:
     """Returns the error text for a Keras class that is no pair of floating dtypes."""
     got = f"a Keras {kind} is no policy of floating dtypes."
-    if kind == "DTypePolicyMap":
-        got = "a Keras DTypePolicyMap is many policies, by the paths of Keras layers."
     allowed = "Allowed: a Keras DTypePolicy, or its config."
-    fix = "Type PolicyMap('mixed_bfloat16', {'re:encoder/.*': 'float32'}), with your own paths."
-    if kind != "DTypePolicyMap":
-        fix = "Type the name that it was made from, such as 'mixed_bfloat16'."
+    fix = "Type the name that it was made from, such as 'mixed_bfloat16'."
     return message("get_policy", got, allowed, fix)
+
+
+def no_keras_map(spec: Any, where: str = "get_policy") -> str | None:
+    """Returns the error text for a Keras `DTypePolicyMap`, or its config; None for all else.
+
+    Its paths are of layers and not of parameters, an exact path wins over a pattern, and a plain
+    path covers nothing below it: it is refused with the map to type, and not translated.
+    """
+    if hasattr(spec, "default_policy"):
+        default, rules = spec.default_policy, spec if isinstance(spec, Mapping) else {}
+    else:
+        config = spec.get("config", spec) if isinstance(spec, Mapping) else spec
+        if not isinstance(config, Mapping) or "policy_map" not in config:
+            return None
+        default, rules = config.get("default_policy"), config["policy_map"]
+    names = {key: _keras_name(policy) for key, policy in rules.items()}
+    plain = {key: name for key, name in names.items() if not _REGEX_SIGNS.search(key)}
+    typed = plain | {f"re:{key}": name for key, name in names.items() if key not in plain}
+    fix = f"Type PolicyMap({_keras_name(default)!r}, {typed or {'re:encoder/.*': 'float32'}!r})"
+    fix += ": a plain path covers all below it too, and the first rule that matches wins."
+    if not typed:
+        fix = fix.partition(": a plain")[0] + ", with your own paths."
+    if where == "PolicyMap":
+        got = "a Keras DTypePolicyMap has other rules: an exact path, then a regular expression."
+        return message(where, got, "Allowed: PolicyMap(default, rules) of mpjax.", fix)
+    got = "a Keras DTypePolicyMap is many policies, by the paths of Keras layers."
+    return message(where, got, "Allowed: a Keras DTypePolicy, or its config.", fix)
+
+
+def _keras_name(policy: Any) -> str:
+    """Returns the name of a Keras policy, of its config, or of its default for None."""
+    config = policy.get("config", policy) if isinstance(policy, Mapping) else policy
+    if isinstance(config, Mapping) and "mode" in config:
+        return f"{config['mode']}_from_{config.get('source_name') or 'mixed_bfloat16'}"
+    name = config.get("name") if isinstance(config, Mapping) else getattr(config, "name", config)
+    return str(name or "mixed_bfloat16")
+
+
+_REGEX_SIGNS = re.compile(r"[\\^$*+?{}|()\[\]]")
 
 
 def no_policy(spec: Any) -> str | None:

@@ -20,6 +20,7 @@ from mpjax._base.foreign_errors import (
     folded,
     names_keywords,
     no_config,
+    no_keras_map,
     no_keras_policy,
     no_policy,
     unknown_policy,
@@ -370,14 +371,15 @@ def get_policy(spec: Any = None) -> Any:
 
 
 def _from_object(spec: Any) -> Policy:
-    _read_elsewhere(spec)  # which refuses a recipe
+    if (read := _read_elsewhere(spec)) is not None:  # which refuses a recipe
+        return read
     if (text := no_policy(spec)) is not None:
         raise ValueError(text)
     if hasattr(spec, "param_dtype") and hasattr(spec, "output_dtype"):  # jmp.Policy
         return Policy(spec.param_dtype, spec.compute_dtype, spec.output_dtype)
     if hasattr(spec, "variable_dtype") and hasattr(spec, "name"):  # keras.DTypePolicy
         if hasattr(spec, "default_policy"):
-            raise ValueError(no_keras_policy("DTypePolicyMap"))
+            raise ValueError(no_keras_map(spec))
         return _parse(spec.name)
     dtype = _dtypes.canonical_dtype(spec, "get_policy")
     return Policy(dtype, dtype, dtype)
@@ -392,8 +394,8 @@ def _from_config(config: Mapping[str, Any]) -> Policy:
     if isinstance(inner, Mapping) and (read := _read_elsewhere(inner)) is not None:
         return read
     if "class_name" in config:
-        raise ValueError(no_keras_policy(str(config["class_name"])))
-    if (text := no_config(config)) is not None:
+        raise ValueError(no_keras_map(config) or no_keras_policy(str(config["class_name"])))
+    if (text := no_keras_map(config) or no_config(config)) is not None:
         raise ValueError(text)
     return Policy.from_dict(config)
 

@@ -10,7 +10,7 @@ import jax
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import PolicyWarning, message, nearest
 from mpjax._base.foreign_attributes import MAP_ATTRIBUTES
-from mpjax._base.foreign_errors import attribute_error, names_keywords
+from mpjax._base.foreign_errors import attribute_error, names_keywords, no_keras_map
 from mpjax._base.foreign_keywords import MAP_KEYWORDS
 from mpjax._base.public import public
 from mpjax._base.quantized_array import is_quantized
@@ -38,7 +38,8 @@ class PolicyMap(Mapping[str, Policy]):
     A rule means the same module in a tree of parameters or variables, in a Flax model and under
     autocast: write the module's path as its parameters have it, 'encoder/norm_0'. Flax's 'params/'
     and 'batch_stats/' before it, and the model's class before the path of an operation, may be left
-    out; '*/' before a name and '/*' behind it may match nothing.
+    out; '*/' before a name and '/*' behind it may match nothing, and so may '.*/' and '/.*' of a
+    regular expression: 're:encoder/.*' matches 'encoder' too.
 
     A map is immutable, hashable, a pytree without leaves, as `Policy` is, and a mapping from
     pattern to policy.
@@ -77,6 +78,9 @@ class PolicyMap(Mapping[str, Policy]):
         default: Any = None,
         rules: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
     ) -> None:
+        for given in (default, rules):
+            if (text := no_keras_map(given, "PolicyMap")) is not None:
+                raise TypeError(text)
         if rules == () and isinstance(default, Mapping) and set(default) != {"default", "rules"}:
             raise TypeError(_no_default(default))
         checked = tuple(

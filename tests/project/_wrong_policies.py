@@ -2,7 +2,6 @@
 
 import functools
 import operator
-from types import SimpleNamespace
 from unittest import mock
 
 import flax.linen as nn
@@ -323,15 +322,6 @@ ROWS = {
             "Policy: is immutable; got param_dtype = 'f16'. | Make another"),
         (lambda: delattr(mpjax.Policy(), "param_dtype"), A,
             "Policy: is immutable; cannot delete param_dtype"),
-        *each(mpjax.get_policy, V,
-            "get_policy: a Keras DTypePolicyMap is many policies | Allowed: | Type PolicyMap(",
-            {"class_name": "DTypePolicyMap", "config": {"default_policy": None, "policy_map": {}}},
-            SimpleNamespace(
-                name="map_mixed_bfloat16", variable_dtype="float32", default_policy=None
-            )),
-        (lambda: mpjax.get_policy(
-            {"class_name": "GPTQDTypePolicy", "config": {"mode": "gptq/4/-1"}}), V,
-            "a Keras GPTQDTypePolicy is no policy of floating"),
         (lambda: mpjax.PolicyMap(POLICY, {"a": None}), V, "'a' | None | Allowed | '32-true'"),
         (lambda: entered(jnp.bfloat16), V, "bfloat16 alone | 'bf16-mixed'"),
         (lambda: mpjax.check_support(POLICY, "h1000"), V, "'h1000'"),

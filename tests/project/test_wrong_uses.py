@@ -4,6 +4,7 @@ No row compiles more than a small array: what is wrong is said where it is given
 is traced.
 """
 
+import _wrong_keras
 import _wrong_numerics
 import _wrong_optim
 import _wrong_policies
@@ -14,7 +15,8 @@ import pytest
 pytestmark = pytest.mark.no_leak_check("pytest.raises keeps the frame that holds the tracer")
 
 ROWS = {}
-for rows in (_wrong_policies, _wrong_scales, _wrong_steps, _wrong_optim, _wrong_numerics):
+TABLES = (_wrong_policies, _wrong_keras, _wrong_scales, _wrong_steps, _wrong_optim, _wrong_numerics)
+for rows in TABLES:
     ROWS |= rows.ROWS
 TABLE = {f"{area} {i}": row for area, rows in ROWS.items() for i, row in enumerate(rows)}
 
