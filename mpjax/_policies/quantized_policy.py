@@ -13,7 +13,7 @@ from mpjax._base.typing import DTypeSpec
 from mpjax._policies import policy as _policy
 from mpjax._policies.parts import policies_in
 from mpjax._policies.policy import Policy, get_policy
-from mpjax._policies.recipes import MODES, Recipe, get_recipe
+from mpjax._policies.recipes import MODES, DelayedScaling, Recipe, get_recipe
 
 NAMES = (
     *("int8_from_mixed_bfloat16", "int8_from_float32", "float8_from_mixed_bfloat16"),
@@ -150,11 +150,14 @@ def _read(spec: Any) -> Policy | None:
         got = f"got {recipe}, a recipe of products, where a policy is named."
         fix = f"Type mpjax.QuantizedPolicy('bf16-mixed', mpjax.{recipe})."
         raise ValueError(message("get_policy", got, "Allowed: a policy that holds it.", fix))
+    if hasattr(spec, "amax_history_length") and hasattr(spec, "name"):  # Keras
+        return _with_history(spec.name, spec.amax_history_length)
     if not isinstance(spec, (str, Mapping)):
         return None
     if not isinstance(spec, str):
         if "mode" in spec and "source_name" in spec:  # Keras
-            return _read(f"{spec['mode']}{_FROM}{spec['source_name']}")
+            name = f"{spec['mode']}{_FROM}{spec['source_name']}"
+            return _with_history(name, spec.get("amax_history_length", _DEFAULT_OF_KERAS))
         return QuantizedPolicy.from_dict(spec) if "recipe" in spec else None
     if _KEY in spec:
         base, _, recipe = spec.partition(_KEY)
@@ -166,6 +169,17 @@ def _read(spec: Any) -> Policy | None:
     if mode not in MODES or not base:
         _refuse(mode, base)
     return QuantizedPolicy(_named_base(mode, base), MODES[mode])
+
+
+def _with_history(name: str, length: int) -> Policy | None:
+    """Returns the policy of a Keras name, with the amax history that was chosen in Keras."""
+    policy = _read(name)
+    if length == _DEFAULT_OF_KERAS or not isinstance(policy, QuantizedPolicy):
+        return policy
+    return QuantizedPolicy(policy.base, DelayedScaling(amax_history_len=length))
+
+
+_DEFAULT_OF_KERAS = 1024  # steps, if none was chosen: the policy is read by its name
 
 
 def _named_base(mode: str, base: str) -> Any:

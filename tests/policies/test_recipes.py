@@ -1,6 +1,7 @@
 """Recipes and quantised policies: names, values, what is refused and what is said then."""
 
 import pickle
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,17 @@ def test_keras_configs_are_read():
     config = {"mode": "float8", "source_name": "mixed_bfloat16", "amax_history_length": 1024}
     for spec in (config, {"class_name": "QuantizedFloat8DTypePolicy", "config": config}):
         assert mpjax.get_policy(spec) == mpjax.get_policy("float8_from_mixed_bfloat16")
+
+
+@pytest.mark.parametrize("length", [1, 512, 1024])
+def test_a_history_that_was_chosen_in_keras_is_kept(length):
+    name = "float8_from_mixed_bfloat16"
+    made = SimpleNamespace(name=name, variable_dtype="float32", amax_history_length=length)
+    config = {"mode": "float8", "source_name": "mixed_bfloat16", "amax_history_length": length}
+    delayed = mpjax.QuantizedPolicy("bf16-mixed", mpjax.DelayedScaling(amax_history_len=length))
+    want = mpjax.get_policy(name) if length == 1024 else delayed  # 1024 is Keras's default
+    for spec in (made, config, {"class_name": "QuantizedFloat8DTypePolicy", "config": config}):
+        assert mpjax.get_policy(spec) == want
 
 
 def test_recipe_names_its_dtypes():
