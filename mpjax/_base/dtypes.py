@@ -4,13 +4,14 @@ A policy names one of four dtypes. Short names are those that JAX prints (`bf16[
 """
 
 import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._base.errors import message, nearest
+from mpjax._base.errors import message, nearest, of_one_width
 from mpjax._base.typing import DTypeSpec
 
 DType = np.dtype[Any]
@@ -119,13 +120,20 @@ def _dtype_of_object(spec: Any) -> DType | None:
 def _unknown(spec: object, where: str) -> str:
     if (name := torch_dtype(spec)) is not None:
         return message(where, f"got {spec!r}, a dtype of PyTorch.", f"Type jnp.{name}.")
-    close = nearest(spec, dtype_names(), 1) if isinstance(spec, str) else []
+    close = _nearest(spec) if isinstance(spec, str) else []
     fix = [f"Did you mean {close[0]!r}?"] if close else ["Type, for example, 'bfloat16'."]
+    if isinstance(spec, str) and "8" in re.findall(r"\d+", spec):
+        fix = ["For 8-bit products, type the policy 'float8_from_mixed_bfloat16'."]
     is_word = spec is None or isinstance(spec, (str, bytes, int, float, complex))
     shown = repr(spec) if is_word else describe(spec)  # a model's repr would fill the screen
     return message(
         where, f"unknown dtype {shown}.", "Accepted: float16, bfloat16, float32, float64.", *fix
     )
+
+
+def _nearest(name: str) -> list[str]:
+    close = nearest(name, of_one_width(name, dtype_names()), 1)
+    return ["float32"] if name == "float" else close  # float64 has the same letters
 
 
 def _unfit(dtype: DType, where: str) -> str:

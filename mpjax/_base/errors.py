@@ -58,6 +58,15 @@ def nearest(word: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5
     return [by_lower[name] for name in close]
 
 
+def of_one_width(word: str, known: Iterable[str]) -> list[str]:
+    """Returns those of `known` that have the widths of `word`: those with 32 for 'fp32-fast'."""
+    widths = _WIDTHS & {*re.findall(r"\d+", word)}
+    return [name for name in known if widths <= {*re.findall(r"\d+", name)}]
+
+
+_WIDTHS = frozenset(("4", "8", "16", "32", "64", "128"))
+
+
 def misspelt(word: str, known: Iterable[str]) -> list[str]:
     """Returns the name of `known` that `word` is a misspelling of, in a list; an empty one if none.
 

@@ -8,9 +8,9 @@ from typing import Any, NoReturn, TypeVar
 
 from mpjax._base.described import described, library_kind
 from mpjax._base.dtypes import describe, torch_dtype
-from mpjax._base.errors import message, misspelt, nearest
+from mpjax._base.errors import message, misspelt, nearest, of_one_width
 from mpjax._base.foreign_attributes import ATTRIBUTES
-from mpjax._base.foreign_names import DEVICES, POLICIES
+from mpjax._base.foreign_names import DEVICES, DTYPE_WORDS, MODE_WORDS, POLICIES, PRODUCTS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -280,7 +280,7 @@ def unknown_policy(name: str, names: list[str]) -> str:
         got = f"{name!r} is how float32 products are computed, and no dtype of a policy."
         fix = "Type mpjax.autocast(fun, '32-true', dot_precision='tf32')."
         return message("get_policy", got, fix)
-    if folded(name) in ("highest", "high", "medium", "default", "bfloat16-3x", "float32-3x"):
+    if folded(name) in PRODUCTS:
         got = f"{name!r} is how float32 products are computed, and no dtype of a policy."
         fix = "Type mpjax.autocast(fun, '32-true', dot_precision='tf32'), or 'bf16x3', or a "
         fix += "jax.lax.Precision."
@@ -307,10 +307,21 @@ def unknown_policy(name: str, names: list[str]) -> str:
         "Accepted: 'bf16-mixed', '16-mixed', '32-true', 'mixed_bfloat16', 'O2', "
         "'p=f32,c=bf16,o=f32', or one dtype; `python -m mpjax names` lists all."
     )
-    meant = POLICIES.get(folded(name))
+    meant = POLICIES.get(folded(name)) or _by_words(name)
+    names = of_one_width(name, names)
     close = [meant] if meant else nearest(folded(name), names, 1) or nearest(name, names, 1)
     fix = f"Did you mean get_policy({close[0]!r})?" if close else "E.g. get_policy('bf16-mixed')."
     return message("get_policy", f"unknown policy {name!r}.", accepted, fix)
+
+
+def _by_words(name: str) -> str | None:
+    """Returns the policy of two words, a dtype and a mode in any order: 'fp16-full', 'amp_half'."""
+    words = folded(name).split("-")
+    widths = [DTYPE_WORDS[word] for word in words if word in DTYPE_WORDS]
+    modes = [MODE_WORDS[word] for word in words if word in MODE_WORDS]
+    if (len(words), len(widths), len(modes)) != (2, 1, 1):
+        return None
+    return f"{widths[0]}-{modes[0] if widths[0].endswith('16') else 'true'}"
 
 
 def _no_eight_bits(name: str) -> str:

@@ -29,21 +29,10 @@ POLICY_ROWS: tuple[tuple[str, str, str], ...] = (
 """Names that `get_policy` takes: dtypes of parameters, computation, outputs; who has the name."""
 
 POLICIES: dict[str, str] = {
-    "fp16-mixed": "16-mixed",
-    "f16-mixed": "16-mixed",
-    "float16-mixed": "16-mixed",
-    "mixed-fp16": "16-mixed",
-    "mixed-f16": "16-mixed",
     "amp": "16-mixed",
-    "amp-fp16": "16-mixed",
-    "bfloat16-mixed": "bf16-mixed",
     "mixed": "bf16-mixed",
     "mixed-precision": "bf16-mixed",
-    "mixed-bf16": "bf16-mixed",
-    "amp-bf16": "bf16-mixed",
     "auto": "bf16-mixed",
-    "fp16-true": "16-true",
-    "fp32-true": "32-true",
     "no": "32-true",
     "none": "32-true",
     "off": "32-true",
@@ -54,6 +43,19 @@ POLICIES: dict[str, str] = {
     "o5": "p=bf16,c=bf16,o=f32",
 }
 """Folded name → the policy that was most probably meant."""
+
+DTYPE_WORDS: dict[str, str] = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "f16", "float16", "half", "16"), "16"),
+    **dict.fromkeys(("fp32", "f32", "float32", "single", "32"), "32"),
+    **dict.fromkeys(("fp64", "f64", "float64", "double", "64"), "64"),
+}
+"""Word for a dtype → the first word of Lightning's policy of it."""
+MODE_WORDS: dict[str, str] = {
+    **dict.fromkeys(("mixed", "amp", "autocast"), "mixed"),
+    **dict.fromkeys(("true", "full", "pure", "only"), "true"),
+}
+"""Word for how much of a program has a dtype → the second word of that policy."""
 
 PRIMITIVES: dict[str, str] = {
     "softmax": "exp",
@@ -83,3 +85,10 @@ DEVICES = frozenset(
     {"cuda", "cpu", "gpu", "tpu", "xpu", "mps", "hpu", "npu", "xla", "rocm", "meta"}
 )
 """Device types, the first argument of PyTorch's autocast."""
+PRODUCTS = frozenset(
+    (
+        *("highest", "high", "medium", "default"),
+        *("bfloat16-3x", "float32-3x", "bf16x3", "bf16x6", "bf16x9"),
+    )
+)
+"""Words of PyTorch and JAX for how a product of float32 is computed."""
