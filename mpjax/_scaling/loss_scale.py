@@ -37,6 +37,7 @@ _OF_JMP = (
     *("growth_factor=..., backoff_factor=...", "min_loss_scale=..."),
 )
 
+
 @runtime_checkable
 class LossScale(Protocol):
     """The interface of a loss scale. To write your own, make a pytree with the same methods.
