@@ -33,8 +33,11 @@ from mpjax._scaling.checks import (
 T = TypeVar("T")
 
 _OF_JMP = (
-    *("jmp", "counter=...", "growth_interval=..."),
-    *("growth_factor=..., backoff_factor=...", "min_loss_scale=..."),
+    "jmp",
+    "counter=...",
+    "growth_interval=...",
+    "growth_factor=..., backoff_factor=...",
+    "min_loss_scale=...",
 )
 
 
@@ -277,8 +280,13 @@ class DynamicLossScale(ScalarFields):
     """
 
     _fields = (
-        *("loss_scale", "counter", "growth_factor", "backoff_factor"),
-        *("growth_interval", "min_loss_scale", "max_loss_scale"),
+        "loss_scale",
+        "counter",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "min_loss_scale",
+        "max_loss_scale",
     )
     __slots__ = _fields
     counter: Array
