@@ -14,7 +14,8 @@ from mpjax._base.moved import find_old_names
 from mpjax._base.quantized_array import QuantizedArray, dequantize
 from mpjax._base.tree import all_finite, select_tree
 from mpjax._hardware.support import check_support
-from mpjax._policies.policy import Policy, default_policy, get_policy
+from mpjax._policies.default_policy import default_policy
+from mpjax._policies.policy import Policy, get_policy
 from mpjax._policies.policy_map import PolicyMap
 from mpjax._policies.quantized_policy import QuantizedPolicy
 from mpjax._policies.recipes import (

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from mpjax._base.errors import needed_by
+from mpjax._base.foreign_keywords import POLICIES_OF
+from mpjax._base.keywords import names_keywords
 
 with needed_by("mpjax.linen"):
     import flax.linen as nn
@@ -35,6 +37,7 @@ if not TYPE_CHECKING:  # with it, an editor would let every misspelt name pass
 M = TypeVar("M")
 
 
+@names_keywords(POLICIES_OF)
 def with_policy(model: M, policy: PolicySpec = None, *, override: bool = False) -> M:
     """Returns `model` with the dtypes of a policy in all of its modules, by module path.
 

@@ -21,8 +21,9 @@ import numpy as np
 from mpjax._base.described import described
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
-from mpjax._base.foreign_errors import attributes_of, names_keywords
+from mpjax._base.foreign_errors import attributes_of
 from mpjax._base.foreign_keywords import WRAPPER
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import (
     agree,
     first_difference,

@@ -18,6 +18,8 @@ from mpjax._base import compat
 from mpjax._base.dtypes import canonical_dtype, describe, is_dtype_name, short_name
 from mpjax._base.errors import message
 from mpjax._base.foreign_errors import attributes_of
+from mpjax._base.foreign_keywords import POLICIES_OF
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import is_array, is_castable, leaf_paths
 from mpjax._base.typing import PolicySpec, PyTree
 from mpjax._jaxpr.equation import Eqn
@@ -43,6 +45,7 @@ if not TYPE_CHECKING:  # with it, an editor would let every misspelt name pass
     __getattr__ = attributes_of(__name__, __all__, chex)
 
 
+@names_keywords(POLICIES_OF)
 def assert_dtypes(tree: PyTree, policy: PolicySpec, role: str = "param") -> None:
     """Fails unless every floating leaf has the dtype that a policy gives it.
 
@@ -82,6 +85,7 @@ def _struct(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
 
 
+@names_keywords()
 def assert_bitwise_equal(actual: PyTree, expected: PyTree) -> None:
     """Fails unless two trees have one structure and, leaf by leaf, the same dtype, shape and bits.
 
@@ -128,6 +132,7 @@ def _bytes(x: Any) -> Any:
     return np.atleast_1d(x).view(np.uint8).reshape(x.size, -1).view(f"V{x.dtype.itemsize}")[:, 0]
 
 
+@names_keywords()
 def assert_within_rounding(
     actual: PyTree, expected: PyTree, dtype: Any, roundings: float = 1
 ) -> None:

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._base.dtypes import FLOAT32
-from mpjax._base.foreign_errors import attributes_of, names_keywords
+from mpjax._base.foreign_errors import attributes_of
 from mpjax._base.foreign_keywords import STEP
+from mpjax._base.keywords import names_keywords
 from mpjax._base.typing import AxisName, PolicySpec, PyTree
 from mpjax._hardware import check_policy
 from mpjax._low_precision.chosen import check_rounding, warn_of_lost_updates, with_rounding

@@ -26,8 +26,8 @@ from mpjax._autocast.tracing import Traced, name_of, trace
 from mpjax._autocast.unused import stored_paths, warn_of_rules
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
-from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_keywords import AUTOCAST
+from mpjax._base.keywords import names_keywords
 from mpjax._base.typing import KnownPolicy
 from mpjax._base.typing import PolicySpec as Spec
 from mpjax._jaxpr.op_rules import parse_rules

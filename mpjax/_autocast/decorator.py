@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from mpjax._base.errors import message
-from mpjax._base.foreign_errors import mixed_with
 from mpjax._base.foreign_names import DEVICES
+from mpjax._base.keywords import mixed_with
 from mpjax._policies.policy import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -14,6 +14,8 @@ from mpjax._autocast.decide.decided import Settings
 from mpjax._autocast.eight_bits import delayed
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
+from mpjax._base.foreign_keywords import POLICIES_OF
+from mpjax._base.keywords import names_keywords
 from mpjax._base.typing import PolicySpec
 from mpjax._jaxpr.op_rules import parse_rules
 from mpjax._policies.policy import chosen_policy
@@ -29,6 +31,7 @@ class WithAmaxHistory(NamedTuple):
     update: Callable[..., Any]
 
 
+@names_keywords(POLICIES_OF)
 def with_amax_history(
     fun: Callable[..., Any], policy: PolicySpec, *, rules: Any = None, params: Any = None
 ) -> WithAmaxHistory:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._base.errors import message, nearest, of_one_width
+from mpjax._base.keywords import names_keywords
 from mpjax._base.typing import DTypeSpec
 
 DType = np.dtype[Any]
@@ -48,6 +49,7 @@ def dtype_names() -> list[str]:
     return [*_SPELLINGS, "half"]
 
 
+@names_keywords()
 def half_dtype() -> DType:
     """Returns the 16-bit dtype of the default backend: bfloat16 on TPU, float16 elsewhere.
 

@@ -234,3 +234,16 @@ QUANTIZE: dict[str, str] = {
 }
 EXPLAIN: dict[str, str] = {**_POLICY, "precision": "dot_precision"}
 AUTOCAST: dict[str, str] = {name: meant for name, meant in EXPLAIN.items() if name != "dtype"}
+_OF_A_POLICY = ("precision", "mixed_precision", "dtype_policy", "opt_level", "name", "dtype")
+POLICIES_OF: dict[str, str] = dict.fromkeys(_OF_A_POLICY, "policy")
+"""Keywords for a policy, of functions that take one for other things."""
+SPEC: dict[str, str] = dict.fromkeys((*_OF_A_POLICY, "policy"), "spec")
+AXIS: dict[str, str] = dict.fromkeys(("axis", "axes", "axis_names", "pmap_axis"), "axis_name")
+NORM: dict[str, str] = {
+    **AXIS,
+    **dict.fromkeys(("max_delta", "clip_norm", "clip_value", "norm"), "max_norm"),
+}
+QUANTIZED: dict[str, str] = {
+    **dict.fromkeys((*_OF_A_POLICY, "policy"), "base"),
+    **dict.fromkeys(("mode", "quantization", "fp8_recipe", "quantize"), "recipe"),
+}

@@ -14,6 +14,7 @@ from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
 from mpjax._base.exported import exported, tell_flax
+from mpjax._base.keywords import names_keywords
 from mpjax._base.public import public
 
 
@@ -121,6 +122,7 @@ def holds_quantized(tree: Any) -> bool:
     return any(map(is_quantized, jax.tree.leaves(tree, is_leaf=is_quantized)))
 
 
+@names_keywords()
 def dequantize(tree: Any, dtype: Any = FLOAT32) -> Any:
     """Returns `tree` with plain arrays in place of the 8-bit weights that `quantize` made.
 

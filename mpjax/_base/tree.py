@@ -14,6 +14,8 @@ from mpjax._base import compat
 from mpjax._base.by_leaf import Reduction, reduced
 from mpjax._base.dtypes import FLOAT32, FLOAT64, POLICY_DTYPES, DType, describe, require_x64
 from mpjax._base.errors import message
+from mpjax._base.foreign_keywords import AXIS
+from mpjax._base.keywords import names_keywords
 from mpjax._base.quantized_array import holds_quantized, is_quantized
 from mpjax._base.typing import Array, AxisName, KeyPath, PyTree, ScalarLike
 
@@ -257,6 +259,7 @@ def agree(pred: Array, axis_name: AxisName, where: str = "with_loss_scale") -> A
     return jax.lax.pmin(compat.to_varying(pred.astype(jnp.int32), names), names) > 0
 
 
+@names_keywords(AXIS)
 def all_finite(tree: PyTree, axis_name: AxisName = None) -> Array:
     """Returns whether no leaf of `tree` holds an inf or a NaN.
 
@@ -288,6 +291,7 @@ def all_finite(tree: PyTree, axis_name: AxisName = None) -> Array:
     return agree(jnp.all(leaves_finite(tree)), axis_name, "all_finite")
 
 
+@names_keywords()
 def select_tree(pred: ScalarLike, a: T, b: T) -> T:
     """Returns `a` where `pred` is true and `b` where it is not, leaf by leaf.
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpjax._autocast import autocast
 from mpjax._base.errors import message
-from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.keywords import names_keywords
 from mpjax._base.shown import Shown, html_table, size, table
 from mpjax._base.tree import all_finite, distance, is_array, is_floating
 from mpjax._policies.policy import get_policy, shown_name

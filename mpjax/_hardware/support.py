@@ -2,11 +2,14 @@
 
 from typing import Any
 
+from mpjax._base.foreign_keywords import POLICIES_OF
+from mpjax._base.keywords import names_keywords
 from mpjax._base.typing import PolicySpec
 from mpjax._hardware import DeviceLike, SupportReport, check_policy
 from mpjax._policies.policy import get_policy
 
 
+@names_keywords(POLICIES_OF)
 def check_support(
     policy: PolicySpec = None, device: DeviceLike | str | None = None
 ) -> SupportReport:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import is_array, is_overwritten, to_full
 from mpjax._base.typing import Array, KeyPath, PyTree
 from mpjax._low_precision.kahan import KahanState
@@ -23,6 +24,7 @@ OTHER_PATHS = (
 )
 
 
+@names_keywords()
 def apply_updates(params: PyTree, updates: PyTree, opt_state: PyTree = None) -> PyTree:
     """Returns `params + updates`, each leaf in its parameter's dtype.
 
@@ -62,6 +64,7 @@ def apply_updates(params: PyTree, updates: PyTree, opt_state: PyTree = None) -> 
     return jax.tree_util.tree_map_with_path(apply, params, updates)
 
 
+@names_keywords()
 def full_params(params: PyTree, opt_state: PyTree) -> PyTree:
     """Returns the parameters in float32, with the extra bits that an optimizer's state stores.
 

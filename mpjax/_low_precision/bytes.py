@@ -12,6 +12,7 @@ import optax
 from mpjax._base.described import described
 from mpjax._base.dtypes import canonical_dtype
 from mpjax._base.errors import message
+from mpjax._base.keywords import names_keywords
 from mpjax._base.shown import Shown, html_table
 from mpjax._base.typing import DTypeSpec, PyTree
 from mpjax._low_precision.codes import is_coded
@@ -48,6 +49,7 @@ class BytesPerParameter(Shown):
         return html_table(self._title(), ("for", "bytes"), self._cells())
 
 
+@names_keywords()
 def bytes_per_parameter(
     tx: optax.GradientTransformation, params: PyTree, *, grad_dtype: DTypeSpec | None = "float32"
 ) -> BytesPerParameter:

@@ -13,7 +13,7 @@ import optax
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
 from mpjax._base.exported import exported
-from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import to_full
 from mpjax._base.typing import Array, PyTree
 from mpjax._low_precision.keywords import MASTER

@@ -10,6 +10,8 @@ from mpjax._base import compat
 from mpjax._base.described import described
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
+from mpjax._base.foreign_keywords import AXIS, NORM
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import check_axes, is_array, is_floating, to_full
 from mpjax._base.typing import Array, AxisName, PyTree
 from mpjax._scaling.slips import refuse_scaled
@@ -27,6 +29,7 @@ class _Scaled(NamedTuple):
     factor: Array  # f32[], 2⁻⁸⁰, 1 or 2⁸⁰
 
 
+@names_keywords(AXIS)
 def global_norm(tree: PyTree, *, axis_name: AxisName = None) -> Array:
     """Returns the Euclidean norm of all numbers in a tree, in float32.
 
@@ -65,6 +68,7 @@ def global_norm(tree: PyTree, *, axis_name: AxisName = None) -> Array:
     return value * factor
 
 
+@names_keywords(NORM)
 def clip_by_global_norm(
     max_norm: float, *, axis_name: AxisName = None
 ) -> optax.GradientTransformation:

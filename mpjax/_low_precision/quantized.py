@@ -13,7 +13,7 @@ from mpjax._base.described import described
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import PolicyWarning, message
 from mpjax._base.exported import exported
-from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import leaf_paths
 from mpjax._base.typing import Array, PyTree
 from mpjax._low_precision.codes import FLOAT8, SecondMoment, block_count, encode, is_coded

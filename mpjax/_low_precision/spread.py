@@ -7,6 +7,7 @@ import jax.core
 import jax.numpy as jnp
 
 from mpjax._base.errors import message
+from mpjax._base.keywords import names_keywords
 from mpjax._base.shown import Shown, html_table
 from mpjax._base.tree import leaf_paths, path_str
 from mpjax._base.typing import Array, KeyPath, PyTree
@@ -56,6 +57,7 @@ class MomentSpread(Shown):
         return html_table(self._title(), header, self._cells(), notes)
 
 
+@names_keywords()
 def moment_spread(opt_state: PyTree, params: PyTree | None = None) -> MomentSpread:
     """Returns the spread of gradients within blocks, for second moments stored in 8 bits.
 

@@ -9,7 +9,7 @@ import optax
 from mpjax._base.dtypes import FLOAT32, POLICY_DTYPES, DType, canonical_dtype
 from mpjax._base.errors import message
 from mpjax._base.exported import exported
-from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.keywords import names_keywords
 from mpjax._base.typing import Array, DTypeSpec, PyTree
 from mpjax._low_precision.codes import is_coded
 from mpjax._low_precision.keywords import STATE_DTYPES

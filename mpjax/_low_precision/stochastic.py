@@ -12,7 +12,7 @@ import optax
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
 from mpjax._base.exported import exported
-from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import is_array, leaf_paths, to_full
 from mpjax._base.typing import Array, PyTree
 from mpjax._low_precision.keywords import ROUNDED

@@ -2,9 +2,7 @@
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ContextDecorator
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import jax
@@ -13,23 +11,23 @@ import numpy as np
 
 from mpjax._base import dtypes as _dtypes
 from mpjax._base.dtypes import POLICY_DTYPES, DType
-from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.errors import message
 from mpjax._base.foreign_attributes import POLICY_ATTRIBUTES
 from mpjax._base.foreign_errors import (
     attribute_error,
     folded,
-    names_keywords,
     no_config,
     no_keras_map,
     no_keras_policy,
     no_policy,
     unknown_policy,
 )
-from mpjax._base.foreign_keywords import POLICY_KEYWORDS
+from mpjax._base.foreign_keywords import POLICY_KEYWORDS, SPEC
 from mpjax._base.foreign_names import POLICY_ROWS
+from mpjax._base.keywords import names_keywords
 from mpjax._base.public import public
 from mpjax._base.tree import cast_tree
-from mpjax._base.typing import DTypeSpec, KnownPolicy, PolicySpec
+from mpjax._base.typing import DTypeSpec, KnownPolicy
 
 T = TypeVar("T")
 
@@ -244,58 +242,7 @@ _AMBIGUOUS = {  # name → mixed, all of it, who means the former
 }
 _KEYS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
 # Read while tracing and part of JAX's own cache key: another default is another program.
-_default = jax.make_user_context(None)
-
-
-class default_policy(ContextDecorator):
-    """Makes `get_policy(None)` return `policy` inside a `with` block.
-
-    JAX reads the default while it traces a function, and the default belongs to the key of JAX's
-    compilation cache: a jitted function that is called under another default is traced again.
-    Nothing process-wide changes, and other threads do not see it. It also works as a decorator.
-
-    Args:
-      policy: whatever `get_policy` takes.
-
-    Warns:
-      PolicyWarning: the block was never entered, and no function was decorated, so nothing changed.
-
-    Example:
-      >>> with mpjax.default_policy("bf16-mixed"):
-      ...     print(mpjax.get_policy())
-      p=f32,c=bf16,o=f32
-      >>> print(mpjax.get_policy())
-      p=f32,c=f32,o=f32
-
-    References:
-      Keras, `set_dtype_policy`, which is process-wide
-    """
-
-    _used = True  # an error in __init__ is no call without `with`
-
-    def __init__(self, policy: PolicySpec) -> None:
-        self._policy = chosen_policy(policy, "default_policy")
-        self._contexts: list[Any] = []
-        self._used = False
-
-    def __call__(self, func: Any) -> Any:
-        self._used = True
-        return super().__call__(func)
-
-    def __enter__(self) -> None:
-        self._used = True
-        context = _default(self._policy)
-        context.__enter__()
-        self._contexts.append(context)
-
-    def __exit__(self, *exc: Any) -> None:
-        self._contexts.pop().__exit__(*exc)
-
-    def __del__(self) -> None:
-        if not self._used:
-            got = f"{self._policy} was made the default of no block: it has changed nothing."
-            fix = f"Type `with mpjax.default_policy({str(self._policy)!r}):` above what it is for."
-            warnings.warn(message("default_policy", got, fix), PolicyWarning, stacklevel=2)
+default = jax.make_user_context(None)
 
 
 def chosen_policy(spec: Any, where: str) -> Any:
@@ -329,6 +276,7 @@ def get_policy(spec: None = ...) -> Policy: ...
 def get_policy(spec: KnownPolicy | str | int | Mapping[str, Any] | Policy) -> Policy: ...
 @overload
 def get_policy(spec: M) -> M: ...
+@names_keywords(SPEC)
 def get_policy(spec: Any = None) -> Any:
     """Returns the policy that `spec` names.
 
@@ -357,7 +305,7 @@ def get_policy(spec: Any = None) -> Any:
       Lightning, `Trainer(precision=)`; Keras, `DTypePolicy`; Apex, `opt_level`; jmp, `get_policy`
     """
     if spec is None:
-        return _default.value or Policy()
+        return default.value or Policy()
     is_map = hasattr(spec, "policy_for") and not isinstance(spec, type)
     if isinstance(spec, Policy) or is_map:
         return spec

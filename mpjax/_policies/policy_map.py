@@ -10,8 +10,9 @@ import jax
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import PolicyWarning, message, nearest
 from mpjax._base.foreign_attributes import MAP_ATTRIBUTES
-from mpjax._base.foreign_errors import attribute_error, names_keywords, no_keras_map
+from mpjax._base.foreign_errors import attribute_error, no_keras_map
 from mpjax._base.foreign_keywords import MAP_KEYWORDS
+from mpjax._base.keywords import names_keywords
 from mpjax._base.public import public
 from mpjax._base.quantized_array import is_quantized
 from mpjax._base.tree import is_overwritten, leaf_paths

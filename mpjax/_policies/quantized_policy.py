@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._base.errors import message, nearest
+from mpjax._base.foreign_keywords import QUANTIZED
+from mpjax._base.keywords import names_keywords
 from mpjax._base.public import public
 from mpjax._base.typing import DTypeSpec
 from mpjax._policies import policy as _policy
@@ -63,6 +65,7 @@ class QuantizedPolicy(Policy):
     __slots__ = ("_recipe",)
     _recipe: Recipe
 
+    @names_keywords(QUANTIZED, "QuantizedPolicy")
     def __init__(self, base: Any = "bf16-mixed", recipe: Any = "float8") -> None:
         if isinstance(base, Recipe) or (isinstance(base, str) and base in MODES):
             got = f"got {base!r}, a recipe, where the base is named."

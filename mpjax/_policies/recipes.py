@@ -8,8 +8,8 @@ import re
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from mpjax._base.errors import message, nearest
-from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_keywords import RECIPE, RECIPE_OF
+from mpjax._base.keywords import names_keywords
 
 Pair: TypeAlias = tuple[str, str]
 """The dtypes of both operands: of input and weight, or of a gradient and the other operand."""

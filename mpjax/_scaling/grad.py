@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32, describe, normal_powers_of_two
 from mpjax._base.errors import message
+from mpjax._base.foreign_keywords import POLICIES_OF
 from mpjax._base.gradient_tags import tag
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import (
     is_array,
     is_overwritten,
@@ -29,6 +31,7 @@ from mpjax._scaling.loss_scale import (
 from mpjax._scaling.returned import check_loss, split_pair
 
 
+@names_keywords(POLICIES_OF)
 def get_loss_scale(policy: Any = None) -> NoOpLossScale | DynamicLossScale:
     """Returns the loss scale that a policy needs: dynamic for float16, none otherwise.
 

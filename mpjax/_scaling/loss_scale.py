@@ -15,9 +15,10 @@ from mpjax._base import compat
 from mpjax._base.errors import message
 from mpjax._base.exported import exported, stored_by_flax, tell_flax
 from mpjax._base.foreign_attributes import SCALE_ATTRIBUTES
-from mpjax._base.foreign_errors import attribute_error, names_keywords
+from mpjax._base.foreign_errors import attribute_error
 from mpjax._base.foreign_keywords import LOSS_SCALE, STATIC
 from mpjax._base.gradient_tags import tag
+from mpjax._base.keywords import names_keywords
 from mpjax._base.public import public
 from mpjax._base.tree import as_pred, is_array, is_castable, map_with_path, to_full
 from mpjax._base.typing import Array, ScalarLike
@@ -89,6 +90,7 @@ class NoOpLossScale:
     if not TYPE_CHECKING:
         __getattr__ = attribute_error(SCALE_ATTRIBUTES)
 
+    @names_keywords({}, "NoOpLossScale")
     def __init__(self) -> None:
         tell_flax()
 

@@ -11,6 +11,7 @@ import optax
 from mpjax._base.described import described
 from mpjax._base.errors import message
 from mpjax._base.exported import exported
+from mpjax._base.keywords import names_keywords
 from mpjax._base.public import public_in
 from mpjax._base.typing import Array, PyTree
 from mpjax._scaling.loss_scale import (
@@ -47,6 +48,7 @@ class LossScaleState(NamedTuple):
 _SCALARS = frozenset(LossScaleState._fields) - {"adjustment", "inner_state"}
 
 
+@names_keywords()
 def current_loss_scale(opt_state: PyTree) -> LossScale:
     """Returns the loss scale that `with_loss_scale` holds, found anywhere in `opt_state`.
 
@@ -97,6 +99,7 @@ def no_scale_text(opt_state: PyTree, where: str) -> str:
     return message(where, got, fix)
 
 
+@names_keywords()
 def find_states(opt_state: PyTree) -> list[tuple[str, LossScaleState]]:
     """Returns every `LossScaleState` in a tree that is not inside another one, with its path.
 

@@ -10,6 +10,7 @@ import optax
 from mpjax._base.described import described
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import first_difference, is_array, leaf_paths
 from mpjax._base.typing import PyTree
 from mpjax._low_precision.apply import full_params as full_weights
@@ -19,6 +20,7 @@ from mpjax._scaling.optim_state import LossScaleState, find_states
 from mpjax._scaling.transformation import is_transformation
 
 
+@names_keywords()
 def adopt_state(
     tx: optax.GradientTransformation,
     opt_state: PyTree,

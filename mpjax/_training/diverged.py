@@ -9,6 +9,7 @@ import numpy as np
 
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import NonFiniteError, PolicyWarning, message
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import leaf_paths
 from mpjax._base.typing import PyTree
 from mpjax._low_precision.codes import is_coded
@@ -28,6 +29,7 @@ _GO_ON = (
 )
 
 
+@names_keywords()
 def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
     """Raises `NonFiniteError` if too many steps in a row were skipped; else does nothing.
 

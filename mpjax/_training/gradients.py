@@ -12,8 +12,8 @@ from mpjax._autocast.api import as_typed
 from mpjax._base.averaged import averaged_over
 from mpjax._base.described import described
 from mpjax._base.errors import message
-from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_keywords import GRADIENTS
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import check_axes, leaf_paths
 from mpjax._base.typing import AxisName, LossFunction, PolicySpec, PyTree
 from mpjax._policies.order import is_policy

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from mpjax._autocast.eight_bits.quantized import MULTIPLE, SMALLEST
 from mpjax._autocast.product import scaled
 from mpjax._base.errors import PolicyWarning, message
-from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_keywords import QUANTIZE
+from mpjax._base.keywords import names_keywords
 from mpjax._base.quantized_array import QuantizedArray, is_quantized
 from mpjax._base.tree import is_array, is_castable, is_overwritten, leaf_paths
 from mpjax._base.typing import PolicySpec

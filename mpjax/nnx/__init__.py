@@ -5,6 +5,8 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpjax._base.errors import needed_by
+from mpjax._base.foreign_keywords import POLICIES_OF
+from mpjax._base.keywords import names_keywords
 
 with needed_by("mpjax.nnx"):
     from flax import nnx
@@ -50,6 +52,7 @@ if not TYPE_CHECKING:  # with it, an editor would let every misspelt name pass
 M = TypeVar("M", bound=nnx.Module)
 
 
+@names_keywords(POLICIES_OF)
 def set_policy(model: M, policy: PolicySpec = None, *, override: bool = False) -> M:
     """Returns `model`, the dtypes of a policy set in place on all its modules, by module path.
 
@@ -112,6 +115,7 @@ def set_policy(model: M, policy: PolicySpec = None, *, override: bool = False) -
     return model
 
 
+@names_keywords()
 def name_operations(model: M) -> M:
     """Puts the paths of its modules on a model's operations, in place, and returns the model.
 
@@ -147,6 +151,7 @@ def name_operations(model: M) -> M:
     return nnx_names.name_modules(model)
 
 
+@names_keywords()
 def tabulate(model: nnx.Module) -> ModuleTable:
     """Returns a table of the dtypes that the modules of a model use, with the reasons.
 
@@ -246,6 +251,7 @@ def undo_skipped(optimizer: nnx.Optimizer[Any], *nodes: Any) -> Generator[None]:
 # -- checkpoints -------------------------------------------------------------------------------
 
 
+@names_keywords()
 def adopt_state(
     optimizer: nnx.Optimizer[Any], old: nnx.Optimizer[Any], model: nnx.Module | None = None
 ) -> None:

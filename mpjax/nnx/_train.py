@@ -11,8 +11,8 @@ from flax import nnx
 from mpjax._autocast.arguments.nnx_names import name_modules
 from mpjax._base.described import described
 from mpjax._base.errors import message
-from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_keywords import NNX_STEP
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import OVERWRITE_WITH_GRADIENT, first_difference
 from mpjax._base.typing import AxisName, PolicySpec, PyTree
 from mpjax._scaling.loss_scale import LossScale

@@ -11,8 +11,8 @@ import numpy as np
 
 from mpjax._base.dtypes import require_x64, short_name
 from mpjax._base.errors import message
-from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_keywords import DIAGNOSIS
+from mpjax._base.keywords import names_keywords
 from mpjax._base.shown import Shown, Table
 from mpjax._base.typing import PolicySpec
 from mpjax._policies.policy import shown_name

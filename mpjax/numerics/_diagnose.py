@@ -13,8 +13,8 @@ import numpy as np
 
 from mpjax._base.dtypes import short_name
 from mpjax._base.errors import PolicyWarning, message
-from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_keywords import DIAGNOSIS
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import distance, is_array, leaves_finite
 from mpjax._base.typing import PolicySpec
 from mpjax._jaxpr.op_rules import PRODUCTS

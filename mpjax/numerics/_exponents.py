@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._base.errors import message
-from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_keywords import DIAGNOSIS
+from mpjax._base.keywords import names_keywords
 from mpjax._base.shown import Shown, Table
 from mpjax._base.typing import PolicySpec
 from mpjax._policies.policy import shown_name

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._base.errors import message
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import first_difference, is_castable, leaf_paths
 from mpjax._base.typing import Array, PyTree
 from mpjax.numerics._program import check_alive
@@ -15,6 +16,7 @@ from mpjax.numerics._program import check_alive
 _WHERE = "numerics.lost_updates"
 
 
+@names_keywords()
 def lost_updates(params: PyTree, updates: PyTree) -> dict[str, Array]:
     """Returns, by leaf, the share of non-zero updates that change nothing.
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from mpjax._base import compat
 from mpjax._base.dtypes import short_name
+from mpjax._base.keywords import names_keywords
 from mpjax._base.shown import Shown, Table
 from mpjax._base.tree import jax_dtype
 from mpjax._jaxpr import structure
@@ -93,6 +94,7 @@ class Promotions(Shown):
         return [*blocks, f"in libraries, by their own choice: {len(self.library)}, as {places}"]
 
 
+@names_keywords()
 def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
     """Returns a function that lists the lines that widen a 16-bit value by accident.
 

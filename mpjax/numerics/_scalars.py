@@ -10,10 +10,12 @@ import jax.core
 import numpy as np
 
 from mpjax._base.errors import message
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import leaf_paths
 from mpjax.numerics._watched import IS_NEW, Watched
 
 
+@names_keywords()
 def to_scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Returns metrics as a flat dict from path to number, on the host.
 

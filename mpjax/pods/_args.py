@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import leaf_paths, path_str
 from mpjax.pods._gather import broadcast_specs
 from mpjax.pods._topology import Topology
@@ -20,6 +21,7 @@ from mpjax.pods._topology import Topology
 T = TypeVar("T")
 
 
+@names_keywords()
 def with_sharding(tree: T, specs: Any, mesh: Mesh) -> T:
     """Returns `tree` as specs of arrays that are laid out on `mesh`, for `check`.
 

@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 from mpjax._base import compat
 from mpjax._base.dtypes import describe, short_name
 from mpjax._base.errors import message
+from mpjax._base.foreign_keywords import POLICIES_OF
+from mpjax._base.keywords import names_keywords
 from mpjax._base.typing import PolicySpec
 from mpjax._hardware import examine, find_accelerator
 from mpjax._jaxpr.equation import Jaxpr
@@ -26,6 +28,7 @@ from mpjax.pods._report import Report
 from mpjax.pods._topology import Topology, get_topology
 
 
+@names_keywords(POLICIES_OF)
 def check(
     step: Callable[..., Any],
     args: tuple[Any, ...],
@@ -115,6 +118,7 @@ def check(
     return report if compiled is None else read(report, lowered, compiled, topology)
 
 
+@names_keywords(POLICIES_OF)
 def check_job(
     build: Callable[[Topology], tuple[Callable[..., Any], tuple[Any, ...]]],
     topology: str | Topology,

@@ -13,6 +13,7 @@ from mpjax._base import compat
 from mpjax._base.averaged import averaging, step_without
 from mpjax._base.dtypes import FLOAT32, DType
 from mpjax._base.errors import message
+from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import check_axes, is_array, is_castable, map_with_path
 from mpjax._base.typing import Array, AxisName, PolicySpec
 from mpjax._policies.policy import get_policy
@@ -22,6 +23,7 @@ Reduction: TypeAlias = Literal["sum", "mean"]
 Split: TypeAlias = tuple[tuple[int, tuple[str, ...]], ...]  # array axis, and the mesh axes there
 
 
+@names_keywords()
 def gather(
     tree: T,
     specs: Any,
@@ -105,6 +107,7 @@ def _check_not_averaged_again(axes: tuple[str, ...]) -> None:
     raise ValueError(message("gather(axis_name)", got, step_without(twice[0])))
 
 
+@names_keywords()
 def gather_constraint(tree: T, shardings: Any, policy: PolicySpec = None) -> T:
     """Returns sharded parameters whole, rounded to the compute dtype; under `jit` with shardings.
 

@@ -12,8 +12,10 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from mpjax._base.errors import message
+from mpjax._base.keywords import names_keywords
 
 
+@names_keywords()
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """Returns a mesh of devices, for arrays that are laid out by `jit` or `shard_map`.
 

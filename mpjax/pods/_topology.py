@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message, nearest
+from mpjax._base.keywords import names_keywords
 from mpjax.pods._chips import CPU, GPUS, TPUS, Chip
 from mpjax.pods._devices import cpu_devices, gpu_devices, tpu_devices
 from mpjax.pods._mesh import axis_sizes, make_mesh
@@ -134,6 +135,7 @@ class Topology:
         )
 
 
+@names_keywords()
 def get_topology(name: str | Topology, *, num_slices: int = 1) -> Topology:
     """Returns the devices of a topology by its name; it loads no compiler yet.
 

@@ -20,8 +20,8 @@ from mpjax._autocast.attention.checks import (
 )
 from mpjax._autocast.attention.primitives import attention
 from mpjax._autocast.attention.program import LEAST, AttentionProgram, Operands, Spec
-from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_keywords import ATTENTION
+from mpjax._base.keywords import names_keywords
 
 Lengths = ArrayLike | None
 Window = int | tuple[int, int] | None

@@ -17,8 +17,8 @@ from mpjax._autocast.why import provenance
 from mpjax._autocast.why.explanation import Casts, Explanation, Row
 from mpjax._base import compat
 from mpjax._base.dtypes import short_name
-from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_keywords import EXPLAIN
+from mpjax._base.keywords import names_keywords
 from mpjax._base.typing import PolicySpec
 from mpjax._jaxpr.op_rules import parse_rules
 from mpjax._policies.order import refuse_policy_first
