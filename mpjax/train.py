@@ -109,11 +109,11 @@ class TrainStep:
           Parameters in the policy's `param_dtype`; `extra_state` as it is.
         """
         check_start(self._loss.fun, params, extra_state, "step.init")
-        check_policy(self.policy, where="make_train_step", stacklevel=3)
+        check_policy(self.policy, where="make_train_step")
         params = jax.tree.map(copied, self._cast_to_param(params))
         extra_state = jax.tree.map(copied, extra_state)
         opt_state = self._tx(params).init(params)
-        warn_of_lost_updates(self.policy, params, opt_state, self._options.rounding, stacklevel=3)
+        warn_of_lost_updates(self.policy, params, opt_state, self._options.rounding)
         history = self._history_of(params, opt_state, extra_state, batch)
         # Some optimizers start from the parameters themselves, or hold one array twice:
         # a buffer cannot be donated twice.
@@ -153,7 +153,7 @@ class TrainStep:
         params = jax.tree.map(copied, params)
         check_start(self._loss.fun, params, extra_state, "step.adopt")
         fresh = self._tx(params).init(params)
-        warn_of_lost_updates(self.policy, params, fresh, self._options.rounding, stacklevel=3)
+        warn_of_lost_updates(self.policy, params, fresh, self._options.rounding)
         opt_state = adopted(fresh, old["opt_state"], "train step.adopt", params, full)
         history = old.get("amax_history")
         if history is None or not has_history(self.policy):

@@ -1,13 +1,12 @@
 """Warns of rules that decide nothing, when a function is traced: its modules are known then."""
 
-import warnings
 from typing import Any
 
 from mpjax._autocast.decide.decided import Settings
 from mpjax._autocast.eight_bits import quantized
 from mpjax._autocast.known import scopes
 from mpjax._autocast.known.activations import warn_of_unused
-from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.errors import message, warn
 from mpjax._base.tree import leaf_paths
 from mpjax._policies.parts import policies_in
 from mpjax._policies.policy import Policy
@@ -41,4 +40,4 @@ def warn_of_rules(settings: Settings, jaxpr: Any, stored: list[str]) -> None:
         "Type `with jax.named_scope('encoder'):` around what a rule is for, or "
         "mpjax.nnx.name_operations(model) after nnx.merge.",
     )
-    warnings.warn(text, PolicyWarning, stacklevel=4)
+    warn(text)

@@ -2,8 +2,13 @@
 
 import contextlib
 import difflib
+import inspect
+import os
 import re
+import warnings
 from collections.abc import Generator, Iterable
+
+import jax
 
 from mpjax._base.public import public
 
@@ -56,6 +61,21 @@ def nearest(word: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5
         by_lower.setdefault(name.lower(), name)
     close = difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=cutoff)
     return [by_lower[name] for name in close]
+
+
+def warn(text: str, category: type[Warning] = PolicyWarning) -> None:
+    """Warns at the user's line: the first one that is neither ours nor JAX's."""
+    here = inspect.currentframe()
+    frame, level = here and here.f_back, 2
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
+
+
+_NOT_THE_USERS = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep
+    for file in (os.path.dirname(__file__), jax.__file__)
+)
 
 
 def of_one_width(word: str, known: Iterable[str]) -> list[str]:

@@ -4,14 +4,13 @@ Linen and NNX are read in different ways; the tables and warnings about their mo
 """
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from mpjax._base.dtypes import DType, require_x64, short_name
-from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.errors import message, warn
 from mpjax._base.shown import Shown, html_table
 from mpjax._policies.order import refuse_policy_first
 from mpjax._policies.parts import policies_in
@@ -48,7 +47,7 @@ def as_checked_policy(model: Any, policy: Any, where: str) -> Policy | PolicyMap
             "Allowed: any policy; products in 8 bits are autocast's.",
             "Type autocast(loss_fn, policy), or make_train_step(loss_fn, tx, policy), as well.",
         )
-        warnings.warn(text, PolicyWarning, stacklevel=3)
+        warn(text)
     return checked
 
 
@@ -211,7 +210,7 @@ def warn_of(
     places = [(in_model(model, path), finding) for path, finding in findings.items()]
     for check in (_idle, _unreached):
         for text in check(policy, places, where):
-            warnings.warn(text, PolicyWarning, stacklevel=3)
+            warn(text)
 
 
 Places = list[tuple[Path, ModuleFinding]]

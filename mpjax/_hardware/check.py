@@ -1,13 +1,12 @@
 """Checks a policy against an accelerator's row of the table; warns, or raises."""
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import jax
 
-from mpjax._base.errors import SupportWarning, message
+from mpjax._base.errors import SupportWarning, message, warn
 from mpjax._base.shown import Shown, html_table
 from mpjax._hardware.find import DeviceLike, find_accelerator
 from mpjax._hardware.table import BLOCK_UNITS, Accelerator, Cell, Status
@@ -131,7 +130,6 @@ def check_policy(
     device: DeviceLike | str | None = None,
     *,
     where: str,
-    stacklevel: int = 2,
 ) -> SupportReport:
     """Returns `examine`'s report; warns of slow dtypes, and raises on those that cannot run.
 
@@ -141,7 +139,6 @@ def check_policy(
       policy: a `Policy` or `PolicyMap`.
       device: as `find_accelerator` takes it.
       where: the function that the user called, for the message.
-      stacklevel: as in `warnings.warn`; 2 blames the caller of this function.
 
     Raises:
       ValueError: a dtype cannot run, or `device` is an unknown name.
@@ -156,9 +153,7 @@ def check_policy(
         raise ValueError(message(where, got, *report.lines("unsupported")))
     if report.status == "slow" and row.family != "cpu":
         got = f"{report.name} gains little or nothing on {row.name}."
-        warnings.warn(
-            message(where, got, *report.lines("slow")), SupportWarning, stacklevel=stacklevel
-        )
+        warn(message(where, got, *report.lines("slow")), SupportWarning)
     return report
 
 

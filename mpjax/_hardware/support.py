@@ -54,4 +54,4 @@ def check_support(
       Lightning, "precision by accelerator"; where each fact comes from: `mpjax/_hardware/table.py`
     """
     chosen: Any = get_policy(policy)
-    return check_policy(chosen, device, where="check_support", stacklevel=3)
+    return check_policy(chosen, device, where="check_support")

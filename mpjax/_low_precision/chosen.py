@@ -1,6 +1,5 @@
 """The rounding of a train step's parameters, by name; a warning if none was chosen."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import optax
 
 from mpjax._base.dtypes import DType
-from mpjax._base.errors import PolicyWarning, message, nearest
+from mpjax._base.errors import message, nearest, warn
 from mpjax._base.typing import PyTree
 from mpjax._low_precision.kahan import with_kahan
 from mpjax._low_precision.owner import is_narrow_leaf, owners
@@ -51,12 +50,12 @@ def with_rounding(
     got = f"{policy} keeps parameters in {' and '.join(kept)}, where {rounding!r} does nothing."
     fix = "Leave it out, or train under 'bf16-true' or '16-true'."
     text = message("make_train_step(rounding)", got, fix)
-    warnings.warn(text, PolicyWarning, stacklevel=5)
+    warn(text)
     return tx
 
 
 def warn_of_lost_updates(
-    policy: Any, params: PyTree, opt_state: PyTree, rounding: str | None, stacklevel: int
+    policy: Any, params: PyTree, opt_state: PyTree, rounding: str | None
 ) -> None:
     """Warns of 16-bit parameters whose updates are rounded to the nearest unasked.
 
@@ -65,7 +64,6 @@ def warn_of_lost_updates(
       params: the parameters, in the dtypes of training.
       opt_state: the optimizer's state, or specs of it.
       rounding: as it was given.
-      stacklevel: of the warning, 2 for the caller of this function.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     narrow = [p.dtype for path, p in leaves if is_narrow_leaf(path, p)]
@@ -75,4 +73,4 @@ def warn_of_lost_updates(
     text = f"make_train_step: {policy} keeps weights in {narrow[0].name}, and loses an update "
     text += f"below {least} of its weight: type rounding='stochastic' or 'kahan', or wrap tx in "
     text += "mpjax.optim.with_master_weights; rounding='nearest' if this is meant."
-    warnings.warn(text, PolicyWarning, stacklevel=stacklevel)
+    warn(text)

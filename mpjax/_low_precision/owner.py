@@ -6,7 +6,6 @@ the target, and there is nothing left to round (`rounding.land`).
 """
 
 import abc
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._base.dtypes import FLOAT32, describe
-from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.errors import message, warn
 from mpjax._base.tree import is_array, is_castable, is_overwritten, path_str, to_full
 from mpjax._base.typing import Array, KeyPath, PyTree
 from mpjax._low_precision.rounding import is_narrow
@@ -188,7 +187,7 @@ def _warn_of_nothing_to_round(name: str, params: PyTree) -> None:
     got = f"no parameter is float16 or bfloat16; {path_str(leaves[0][0])!r} is "
     got += f"{describe(leaves[0][1])}: here it does nothing."
     fix = "Train under 'bf16-true', cast the parameters first, or drop the wrapper."
-    warnings.warn(message(name, got, fix), PolicyWarning, stacklevel=3)
+    warn(message(name, got, fix))
 
 
 def _refuse_second(name: str, inner_state: PyTree) -> None:

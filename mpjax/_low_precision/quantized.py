@@ -2,7 +2,6 @@
 
 import fnmatch
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import optax
 
 from mpjax._base.described import described
 from mpjax._base.dtypes import FLOAT32
-from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.errors import message, warn
 from mpjax._base.exported import exported
 from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import leaf_paths
@@ -178,7 +177,7 @@ class _Quantized(StoredMoments):
                 got += f"{shape[-1] - (blocks - 1) * length}."
                 fix = "It works, and is slower; choose a size that divides it."
                 text = message("with_quantized_state(block_size)", got, fix)
-                warnings.warn(text, PolicyWarning, stacklevel=3)
+                warn(text)
                 return
 
     def _kind_of(self, moment: Moment, shape: tuple[int, ...], *, is_stored: bool = False) -> str:

@@ -1,10 +1,9 @@
 """`default_policy`: a policy for a `with` block."""
 
-import warnings
 from contextlib import ContextDecorator
 from typing import Any
 
-from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.errors import message, warn
 from mpjax._base.foreign_keywords import POLICIES_OF
 from mpjax._base.keywords import names_keywords
 from mpjax._base.typing import PolicySpec
@@ -60,4 +59,4 @@ class default_policy(ContextDecorator):
         if not self._used:
             got = f"{self._policy} was made the default of no block: it has changed nothing."
             fix = f"Type `with mpjax.default_policy({str(self._policy)!r}):` above what it is for."
-            warnings.warn(message("default_policy", got, fix), PolicyWarning, stacklevel=2)
+            warn(message("default_policy", got, fix))

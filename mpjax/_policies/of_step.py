@@ -1,13 +1,12 @@
 """The policy of the train step that is being traced: warns where autocast inside has another."""
 
-import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 
-from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.errors import message, warn
 from mpjax._policies.parts import policies_in
 
 _step = jax.make_user_context(None)
@@ -31,4 +30,4 @@ def warn_of_other_step(policy: Any, where: str) -> None:
         got = f"autocast to {policy} runs inside a train step of {step}."
         allowed = "The step keeps parameters, and scales the loss, for its own policy only."
         fix = f"Type make_train_step(loss_fn, tx, {str(policy)!r}), and drop autocast."
-        warnings.warn(message(where, got, allowed, fix), PolicyWarning, stacklevel=4)
+        warn(message(where, got, allowed, fix))

@@ -1,14 +1,13 @@
 """PolicyMap: a policy for each path, by rules; the first that matches wins."""
 
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
 from mpjax._base.dtypes import describe
-from mpjax._base.errors import PolicyWarning, message, nearest
+from mpjax._base.errors import message, nearest, warn
 from mpjax._base.foreign_attributes import MAP_ATTRIBUTES
 from mpjax._base.foreign_errors import attribute_error, no_keras_map
 from mpjax._base.foreign_keywords import MAP_KEYWORDS
@@ -218,7 +217,7 @@ class PolicyMap(Mapping[str, Policy]):
             if deciding and index not in deciding:
                 text = self._hidden_text(where, rule, index, deciding)
             if text is not None:
-                warnings.warn(text, PolicyWarning, stacklevel=4)
+                warn(text)
 
     def _hidden_text(
         self, where: str, rule: str, index: int, deciding: list[int | None]

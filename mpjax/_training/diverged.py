@@ -1,6 +1,5 @@
 """`raise_if_diverged`: the check of a run, every so many steps, on the host."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import jax.core
 import numpy as np
 
 from mpjax._base.dtypes import describe
-from mpjax._base.errors import NonFiniteError, PolicyWarning, message
+from mpjax._base.errors import NonFiniteError, message, warn
 from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import leaf_paths
 from mpjax._base.typing import PyTree
@@ -70,7 +69,7 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
             raise NonFiniteError(_diverged_text(_member(state, int(where[0])), params))
     text = spread_text(opt_state, params, "raise_if_diverged")
     if text is not None:
-        warnings.warn(text, PolicyWarning, stacklevel=2)
+        warn(text)
 
 
 def _has_codes(opt_state: PyTree) -> bool:

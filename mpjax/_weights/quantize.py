@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 
 from mpjax._autocast.eight_bits.quantized import MULTIPLE, SMALLEST
 from mpjax._autocast.product import scaled
-from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.errors import message, warn
 from mpjax._base.foreign_keywords import QUANTIZE
 from mpjax._base.keywords import names_keywords
 from mpjax._base.quantized_array import QuantizedArray, is_quantized
@@ -153,4 +152,4 @@ def _warn(paths: list[str], leaves: list[Any], policy: Any) -> None:
         *shown[:8],
         f"Name smaller ones: {map_to_type(policy, 'head/*')}.",
     )
-    warnings.warn(text, PolicyWarning, stacklevel=3)
+    warn(text)

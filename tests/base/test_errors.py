@@ -1,9 +1,10 @@
 """Tests of names that are taken for misspellings of others."""
 
+import jax
 import pytest
 
 import mpjax
-from mpjax._base.errors import misspelt
+from mpjax._base.errors import misspelt, warn
 
 KEYWORDS = ("loss_scale", "loss_fn", "growth_factor", "growth_interval", "accumulate", "unscale")
 
@@ -43,3 +44,18 @@ def test_nine_of_ten_slips_of_one_letter_are_found_in_public_names():
     ]
     found = [misspelt(slip, mpjax.__all__) == [name] for name, slip in slips]
     assert sum(found) > 0.9 * len(found)
+
+
+def _called_by_jax():
+    jax.eval_shape(lambda: warn("something"))
+
+
+def _called_by_us():
+    mpjax.value_and_grad(lambda x: (warn("something"), x)[1], loss_scale=None)(1.0)
+
+
+@pytest.mark.parametrize("call", [lambda: warn("something"), _called_by_jax, _called_by_us])
+def test_a_warning_is_shown_at_the_users_line(call):
+    with pytest.warns(mpjax.PolicyWarning) as caught:
+        call()
+    assert [warning.filename for warning in caught] == [__file__]

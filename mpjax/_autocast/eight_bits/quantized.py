@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import math
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from mpjax._autocast.known import scopes
 from mpjax._autocast.known.contraction import adds_nothing, free_axes
 from mpjax._autocast.product import ArrayRole, Config, current, quantized
 from mpjax._base.dtypes import FLOAT32
-from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.errors import message, warn
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._policies.policy import Policy
 from mpjax._policies.quantized_policy import QuantizedPolicy, map_to_type, recipes_in
@@ -258,7 +257,7 @@ def warn_if_nothing(plan: Any) -> None:
         f"Type {map_to_type(plan.settings.policy, 'mlp*')} for a layer by its path, "
         "or autocast(fun, policy, params=...) where other arguments are parameters.",
     )
-    warnings.warn(text, PolicyWarning, stacklevel=4)
+    warn(text)
 
 
 def weights(given: Given | None) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 
 from mpjax._base import compat
-from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.errors import message, warn
 from mpjax._base.foreign_names import PRIMITIVES
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
@@ -43,7 +42,7 @@ def warn_of_unused(rules: Iterable[str], program: Any) -> None:
             if part
             else "Type `with mpjax.full_precision():` there.",
         )
-        warnings.warn(text, PolicyWarning, stacklevel=5)
+        warn(text)
 
 
 def is_activation(eqn: Eqn) -> bool:
