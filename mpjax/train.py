@@ -336,11 +336,11 @@ def make_train_step(
     Returns:
       A `TrainStep`: `step.init(params)` or `step.init(params, extra_state)` gives the state
       (`.step .params .opt_state .extra_state`), `step(state, batch)` the next one and metrics:
-      `loss` (f32, unscaled), `grad_norm` (f32, of the true gradients, before clipping; inf
-      from 1e19 on),
-      `loss_scale` (the one used), `grads_finite`, `skipped_steps`, `consecutive_skips`,
-      `diverged`, and `aux` with `has_aux`. A plain dict, of the same names under every loss scale
-      and without one (then `loss_scale` is 1): `grads_finite` is false where a step was skipped.
+      `loss` (f32, unscaled), `grad_norm` (f32, of the true gradients, before clipping; inf above
+      1e19 and 0 below 1e-19, where `mpjax.optim.global_norm` is right), `loss_scale` (the one
+      used), `grads_finite`, `skipped_steps`, `consecutive_skips`, `diverged`, and `aux` with
+      `has_aux`. A plain dict, of the same names under every loss scale and without one (then
+      `loss_scale` is 1): `grads_finite` is false where a step was skipped.
       `step.lower` is for ahead of time compilation. No host sync.
 
     Raises:

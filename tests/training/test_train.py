@@ -310,6 +310,19 @@ def test_a_leaf_that_is_no_batch_is_refused_and_whole_where_that_is_said(name):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+def test_the_norm_of_gradients_is_right_from_1e19_down_to_1e_minus_19():
+    step = mpjax.make_train_step(lambda w, batch: jnp.sum(w * batch), optax.sgd(0.1), "32-true")
+    state = step.init(jnp.ones(2))
+
+    def norm(size):
+        return float(step(step.init(jnp.ones(2)), jnp.float32(size))[1]["grad_norm"])
+
+    for size in (1e-18, 1.0, 1e18):
+        assert norm(size) == pytest.approx(2**0.5 * size, rel=1e-5)
+    assert (norm(1e-22), norm(1e20)) == (0, np.inf)
+    assert step(state, jnp.float32(1e20))[1]["grads_finite"]
+
+
 @pytest.mark.parametrize("policy", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_complex_parameters_are_trained_as_their_real_and_imaginary_parts(policy, accumulate):
