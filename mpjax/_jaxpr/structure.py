@@ -146,6 +146,7 @@ def outputs(
     inputs: Sequence[T],
     made: Callable[[Eqn, list[T]], Sequence[T]],
     nothing: T,
+    constant: T | None = None,
 ) -> tuple[T, ...]:
     """Returns the facts of a program's outputs, found forwards.
 
@@ -153,12 +154,14 @@ def outputs(
       jaxpr: the program.
       inputs: the facts of its inputs.
       made: returns the facts of an equation's results, given those of its operands.
-      nothing: the fact of a literal or a constant.
+      nothing: the fact of a literal.
+      constant: that of an array which the program closes over; None for `nothing` again.
     """
     known = dict(zip(jaxpr.invars, inputs, strict=True))
+    unknown = nothing if constant is None else constant
 
     def of(atom: Any) -> T:
-        return nothing if compat.is_literal(atom) else known.get(atom, nothing)
+        return nothing if compat.is_literal(atom) else known.get(atom, unknown)
 
     for eqn in jaxpr.eqns:
         known.update(zip(eqn.outvars, made(eqn, [of(v) for v in eqn.invars]), strict=True))

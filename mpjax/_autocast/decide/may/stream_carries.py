@@ -61,32 +61,24 @@ def _is_stream(body: Any, consts: int, carries: int, place: int) -> bool:
 @by_program
 def _roles(program: Any, roles: Roles) -> Roles:
     """Returns the roles of a jaxpr's outputs, given those of its inputs."""
-    jaxpr = compat.closed(program).jaxpr
-    roles_of: dict[Any, Role] = dict(zip(jaxpr.invars, roles, strict=True))
-    roles_of.update((v, Role.SHARED) for v in jaxpr.constvars)
-
-    def of(atom: Any) -> Role:
-        return Role.NONE if compat.is_literal(atom) else roles_of[atom]
-
-    for eqn in jaxpr.eqns:
-        outs = _played(eqn, tuple(of(v) for v in eqn.invars))
-        roles_of.update(zip(eqn.outvars, outs, strict=True))
-    return tuple(map(of, jaxpr.outvars))
+    return structure.outputs(
+        compat.closed(program).jaxpr, roles, _played, Role.NONE, constant=Role.SHARED
+    )
 
 
-def _played(eqn: Eqn, operands: Roles) -> Sequence[Role]:
+def _played(eqn: Eqn, operands: Sequence[Role]) -> Sequence[Role]:
     if structure.single_program(eqn) is not None:
         return structure.forward(eqn, operands, _roles, _union)
     if not structure.is_call(eqn):
         return [_operation(eqn, operands)] * len(eqn.outvars)
     if eqn.primitive.name in structure.LOOPS:  # what it slices and carries is no raw weight of ours
         raw = {i for p in structure.parts(eqn) for i in p.operands[: p.carried.start]}
-        operands = tuple(r if i in raw else r & _MADE for i, r in enumerate(operands))
+        operands = [r if i in raw else r & _MADE for i, r in enumerate(operands)]
     outs = structure.forward(eqn, operands, _roles, lambda passed: _union(passed) & _MADE)
     return [r & _MADE for r in outs]
 
 
-def _operation(eqn: Eqn, operands: Roles) -> Role:
+def _operation(eqn: Eqn, operands: Sequence[Role]) -> Role:
     made = _union(operands) & _MADE
     if is_product(eqn):
         return Role.LAYER if _is_layer(eqn, operands) or Role.LAYER in made else Role.NONE
@@ -112,7 +104,7 @@ def _towards_a_norm(name: str, made: Role) -> Role:
     return Role.NORMED if name in traits.SCALES and Role.SQUARE_ROOT in made else Role.NONE
 
 
-def _is_layer(eqn: Eqn, operands: Roles) -> bool:
+def _is_layer(eqn: Eqn, operands: Sequence[Role]) -> bool:
     first, second, *_ = operands
     needed = Role.CARRIED
     if eqn.primitive.name == "dot_general":
