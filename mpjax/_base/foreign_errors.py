@@ -1,8 +1,8 @@
-"""Error texts for a name, keyword or attribute of another library: they say what to type here."""
+"""Error texts for a name or an attribute of another library: they say what to type here."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from mpjax._base.described import described, library_kind
 from mpjax._base.dtypes import describe, torch_dtype
@@ -10,8 +10,6 @@ from mpjax._base.errors import message, misspelt, nearest, of_one_width
 from mpjax._base.foreign_attributes import ATTRIBUTES
 from mpjax._base.foreign_names import DEVICES, DTYPE_WORDS, MODE_WORDS, POLICIES, PRODUCTS
 from mpjax._base.keywords import mixed_with
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def no_attribute(
@@ -108,9 +106,8 @@ def no_keras_map(spec: Any, where: str = "get_policy") -> str | None:
     plain = {key: name for key, name in names.items() if not _REGEX_SIGNS.search(key)}
     typed = plain | {f"re:{key}": name for key, name in names.items() if key not in plain}
     fix = f"Type PolicyMap({_keras_name(default)!r}, {typed or {'re:encoder/.*': 'float32'}!r})"
-    fix += ": a plain path covers all below it too, and the first rule that matches wins."
-    if not typed:
-        fix = fix.partition(": a plain")[0] + ", with your own paths."
+    differs = ": a plain path covers all below it too, and the first rule that matches wins."
+    fix += differs if typed else ", with your own paths."
     if where == "PolicyMap":
         got = "a Keras DTypePolicyMap has other rules: an exact path, then a regular expression."
         return message(where, got, "Allowed: PolicyMap(default, rules) of mpjax.", fix)

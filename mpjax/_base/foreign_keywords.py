@@ -85,21 +85,21 @@ _POLICY: dict[str, str] = {
     "fp16": "policy='16-mixed'",
     "fp8": "policy='float8_from_mixed_bfloat16'",
 }
+AXIS: dict[str, str] = dict.fromkeys(("axis", "axes", "axis_names", "pmap_axis"), "axis_name")
 GRADIENTS: dict[str, str] = {
     **_SCALE,
     **_POLICY,
-    "axis": "axis_name",
+    **AXIS,
     "argnum": "argnums",
     "aux": "has_aux",
     "reduce_axes": "axis_name",
 }
 DIAGNOSIS: dict[str, str] = {**_SCALE, **_POLICY, "aux": "has_aux"}
 _SKIPS: dict[str, str] = {
+    **AXIS,
     "max_skips": "max_consecutive_skips",
     "max_errors": "max_consecutive_skips",
     "max_consecutive_errors": "max_consecutive_skips",
-    "axis": "axis_name",
-    "pmap_axis": "axis_name",
 }
 STEP: dict[str, str] = {
     **_SCALE,
@@ -206,7 +206,7 @@ RECIPE_OF: dict[str, dict[str, str]] = {
     },
     "Int8CurrentScaling": {"fp8_format": _FLOAT8, "fp8_format=E4M3": _FLOAT8},
 }
-"""What differs from `RECIPE` in a recipe of that name."""
+"""Entries that differ from those of `RECIPE`, by the name of a recipe."""
 ATTENTION: dict[str, str] = {
     "q": "query",
     "k": "key",
@@ -238,7 +238,6 @@ _OF_A_POLICY = ("precision", "mixed_precision", "dtype_policy", "opt_level", "na
 POLICIES_OF: dict[str, str] = dict.fromkeys(_OF_A_POLICY, "policy")
 """Keywords for a policy, of functions that take one for other things."""
 SPEC: dict[str, str] = dict.fromkeys((*_OF_A_POLICY, "policy"), "spec")
-AXIS: dict[str, str] = dict.fromkeys(("axis", "axes", "axis_names", "pmap_axis"), "axis_name")
 NORM: dict[str, str] = {
     **AXIS,
     **dict.fromkeys(("max_delta", "clip_norm", "clip_value", "norm"), "max_norm"),

@@ -90,7 +90,7 @@ class NoOpLossScale:
     if not TYPE_CHECKING:
         __getattr__ = attribute_error(SCALE_ATTRIBUTES)
 
-    @names_keywords({}, "NoOpLossScale")
+    @names_keywords(where="NoOpLossScale")
     def __init__(self) -> None:
         tell_flax()
 

@@ -110,8 +110,8 @@ def _refuse_held_shapes(batch: PyTree, axes: list[int | None], count: int) -> No
         mine = [next(rest) for _ in leaves]
         if not _is_container_of_one(node) or all(axis is None for axis in mine):
             continue
-        parts = structure.unflatten(map(_part, leaves, mine, [count] * len(leaves)))
-        if parts.shape == node.shape:
+        parts = [_part(x, axis, count) for x, axis in zip(leaves, mine, strict=True)]
+        if structure.unflatten(parts).shape == node.shape:
             kind = type(node).__name__
             got = f"is a {kind} of shape {node.shape}, which its parts would keep."
             fix = "Give a dense array, or accumulate_axes=, with None for what every micro-batch "

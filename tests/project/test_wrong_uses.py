@@ -50,15 +50,15 @@ def _public_callables():
     for suffix in MODULES:
         module = importlib.import_module(f"mpjax{suffix}")
         for name in module.__all__:
-            found = getattr(module, name)
-            if not callable(found) or (isinstance(found, type) and name not in CLASSES):
+            public = getattr(module, name)
+            if not callable(public) or (isinstance(public, type) and name not in CLASSES):
                 continue
-            parameters = inspect.signature(found).parameters.values()
+            parameters = inspect.signature(public).parameters.values()
             if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
                 continue
             required = [p.kind for p in parameters if p.default is p.empty]
             needed = len(required) - required.count(inspect.Parameter.KEYWORD_ONLY)
-            yield pytest.param(found, needed, id=f"mpjax{suffix}.{name}")
+            yield pytest.param(public, needed, id=f"mpjax{suffix}.{name}")
 
 
 @pytest.mark.parametrize(("fun", "needed"), tuple(_public_callables()))

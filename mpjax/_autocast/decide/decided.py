@@ -127,13 +127,14 @@ class Decided:
         return compat.closed(self.program())
 
 
-def unchanged_products(decision: Decision) -> Iterator[Decision]:
-    """Yields the products inside a call that runs as traced."""
-    for program in decision.unchanged.programs if decision.unchanged else ():
-        for inner in program.decisions:
-            if inner.eqn.primitive.name in PRODUCTS:
-                yield inner
-            yield from unchanged_products(inner)
+def unchanged_products(call: Any) -> Iterator[Decision]:
+    """Yields the products inside a call that runs as traced, a `control.DecidedCall`."""
+    for program in call.programs:
+        for decision in program.decisions:
+            if decision.eqn.primitive.name in PRODUCTS:
+                yield decision
+            if decision.unchanged is not None:
+                yield from unchanged_products(decision.unchanged)
 
 
 def products(decided: Decided) -> Iterator[tuple[Decision, int]]:

@@ -205,21 +205,20 @@ class Decider(Rounding):
             if any(inside):
                 self.ahead.add(v)
         if not call.changed:
-            decision = Decision(eqn, Action.AS_TRACED, reasons.UNCHANGED, unchanged=call)
-            return replace(decision, reason=self.of_unchanged_call(decision))
+            reason = self.of_unchanged_call(eqn, call)
+            return Decision(eqn, Action.AS_TRACED, reason, unchanged=call)
         self.changed = True
         return Decision(eqn, Action.CALL, Reason("planned inside"), call=call)
 
-    def of_unchanged_call(self, decision: Decision) -> Reason:
+    def of_unchanged_call(self, eqn: Eqn, call: control.DecidedCall) -> Reason:
         """The reason of a call that holds no low product, and that nothing low goes into."""
-        eqn = decision.eqn
         if by_user := self.of_user(eqn, states.WIDE):
             return by_user
         is_function = structure.single_program(eqn) is not None
-        is_function = is_function and not any(unchanged_products(decision))
+        is_function = is_function and not any(unchanged_products(call))
         if is_function and fusible.function_class(eqn) is OpClass.FULL:
             return reasons.FUNCTION
-        return decision.reason
+        return reasons.UNCHANGED
 
     def inner(self, eqn: Eqn) -> control.DecideInner:
         """Returns what decides about the programs of an equation, told what is known of inputs."""

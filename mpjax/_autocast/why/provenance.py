@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Plan
-from mpjax._autocast.decide import read_flags, reasons
+from mpjax._autocast.decide import control, read_flags, reasons
 from mpjax._autocast.decide.decided import Action, Decision, unchanged_products
 from mpjax._autocast.decide.reasons import By
 from mpjax._autocast.decide.states import Kind
@@ -89,13 +89,14 @@ class _ReasonWalk:
         stored = _stored(plan)
         for decision in plan.decisions:
             eqn = decision.eqn
-            path = around + tuple(n for n in scopes.of(eqn) if n != scopes.AS_WRITTEN)
+            path = _path(around, eqn)
             operands = [None if compat.is_literal(v) else causes.get(v) for v in eqn.invars]
             if decision.call is not None:
                 outs = self.call(plan, decision, path, operands, asking)
             else:
                 outs = self.operation(plan, decision, "/".join(path), operands, stored, asking)
-                self.unchanged(decision, path)
+                if decision.unchanged is not None:
+                    self.unchanged(decision.unchanged, path)
             causes.update(zip(eqn.outvars, outs, strict=True))
         return [None if compat.is_literal(v) else causes.get(v) for v in plan.jaxpr.jaxpr.outvars]
 
@@ -123,13 +124,12 @@ class _ReasonWalk:
         wide = [state.kind == Kind.WIDE for state in call.out_states]
         return [cause or (widened if w else None) for cause, w in zip(outs, wide, strict=True)]
 
-    def unchanged(self, decision: Decision, around: tuple[str, ...]) -> None:
+    def unchanged(self, call: control.DecidedCall, around: tuple[str, ...]) -> None:
         """Adds the products inside a call that runs as traced."""
-        for inner in unchanged_products(decision):
-            eqn = inner.eqn
-            names = [n for n in scopes.of(eqn) if n != scopes.AS_WRITTEN]
-            module, where = "/".join((*around, *names)), scopes.location(eqn)
-            reason = reasons.AS_WRITTEN if scopes.is_as_written(eqn) else inner.reason
+        for decision in unchanged_products(call):
+            eqn = decision.eqn
+            module, where = "/".join(_path(around, eqn)), scopes.location(eqn)
+            reason = reasons.AS_WRITTEN if scopes.is_as_written(eqn) else decision.reason
             dtype = short_name(eqn.invars[0].aval.dtype)
             row = OperationDtype(module, eqn.primitive.name, dtype, reason.text, None, where)
             self.findings.append(row)
@@ -194,6 +194,11 @@ class _ReasonWalk:
         else:
             return
         self.findings.append(OperationDtype(module, _name(eqn), dtype, why, None, where))
+
+
+def _path(around: tuple[str, ...], eqn: Eqn) -> tuple[str, ...]:
+    """Returns the names of the modules around an equation."""
+    return around + tuple(name for name in scopes.of(eqn) if name != scopes.AS_WRITTEN)
 
 
 def _is_narrow(atom: Any) -> bool:

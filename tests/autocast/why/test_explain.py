@@ -244,9 +244,9 @@ def test_products_inside_a_call_that_stays_as_it_is_have_rows(
 
     fun = AROUND_A_PRODUCT[around](decorate(inside))
     table = explain(lambda x, w: fun(x, w).sum(), policy)(ARRAY, ARRAY)
-    (found,) = [row for row in table.rows if row.operation == "dot_general"]
-    assert (found.dtype, found.module) == (dtype, "inner")
-    assert found.reason.startswith(said)
+    (product,) = [row for row in table.rows if row.operation == "dot_general"]
+    assert (product.dtype, product.module) == (dtype, "inner")
+    assert product.reason.startswith(said)
     assert f"products: 1 {dtype}" in str(table)
     assert "holds a sum" not in str(table)
 
