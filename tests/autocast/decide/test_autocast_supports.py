@@ -4,6 +4,8 @@ Wherever the numbers come from, and on whichever side of the product they stand,
 an expected value is as right as one of a network that is cast by hand.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +55,12 @@ CUTS = {
 PAIRS = [(form, "uncut") for form in FORMS] + list(zip(FORMS, list(CUTS)[1:], strict=False))
 
 
+def _cases(names):
+    """Each name in each form and cut, under one policy and the other in turn."""
+    pairs = list(enumerate(PAIRS))
+    return [(n, *pair, list(LOW)[(i + j) % 2]) for i, n in enumerate(names) for j, pair in pairs]
+
+
 def _loss(w, x, support, form, target, low=None):
     z = x @ w if low is None else (x.astype(low) @ w.astype(low)).astype(x.dtype)
     return jnp.mean(
@@ -60,36 +68,48 @@ def _loss(w, x, support, form, target, low=None):
     )
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("policy", LOW)
-@pytest.mark.parametrize(("form", "cut"), PAIRS)
-@pytest.mark.parametrize("name", SUPPORTS)
-def test_law_of_supports_the_errors_are_those_of_a_network_cast_by_hand(name, form, cut, policy):
-    values, support = SUPPORTS[name]
+def _gradient(fun, *args):
+    return np.asarray(jax.jit(jax.grad(fun))(*args), np.float64)
+
+
+def _error(got, right):
+    return np.linalg.norm(got - right) / np.linalg.norm(right)
+
+
+def _target(name):
+    values, _ = SUPPORTS[name]
     logits = X.astype(np.float64) @ W
     chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     spread = np.ptp(values) / 2000  # what is left of the error of a trained model
-    target = chances @ values + spread * np.random.default_rng(1).normal(size=len(X))
+    return chances @ values + spread * np.random.default_rng(1).normal(size=len(X))
 
-    def gradient(fun, w, x):
-        return np.asarray(jax.jit(jax.grad(fun))(w, x), np.float64)
 
-    def loss(w, x, low=None, cut=CUTS[cut]):
-        return _loss(w, x, support, cut(FORMS[form]), target, low)
+def _of_support(name, form, cut="uncut", low=None):
+    _, support = SUPPORTS[name]
+    target = _target(name)
+    return lambda w, x: _loss(w, x, support, CUTS[cut](FORMS[form]), target, low)
 
-    def by_hand(w, x):
-        return loss(w, x, LOW[policy], CUTS["uncut"])
 
+@functools.cache
+def _right(name, form):
+    values, support = SUPPORTS[name]
     with jax.enable_x64(True):
         as_it_is = lambda p, c: FORMS[form](p, jnp.asarray(values, jnp.float64) + 0 * c)  # noqa: E731
-        right = gradient(
-            lambda w, x: _loss(w, x, support, as_it_is, target), *map(jnp.float64, (W, X))
-        )
-    hand, got = (
-        np.linalg.norm(gradient(fun, W, X) - right) / np.linalg.norm(right)
-        for fun in (by_hand, mpjax.autocast(loss, policy))
-    )
-    assert got <= 2 * max(hand, 2**-7), (got, hand)
+        loss = lambda w, x: _loss(w, x, support, as_it_is, _target(name))  # noqa: E731
+        return _gradient(loss, *map(jnp.float64, (W, X)))
+
+
+@functools.cache
+def _error_by_hand(name, form, policy):
+    return _error(_gradient(_of_support(name, form, low=LOW[policy]), W, X), _right(name, form))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("name", "form", "cut", "policy"), _cases(SUPPORTS))
+def test_law_of_supports_the_errors_are_those_of_a_network_cast_by_hand(name, form, cut, policy):
+    hand = _error_by_hand(name, form, policy)
+    got = _gradient(mpjax.autocast(_of_support(name, form, cut), policy), W, X)
+    assert _error(got, _right(name, form)) <= 2 * max(hand, 2**-7), hand
 
 
 WEIGHTS = {
@@ -100,25 +120,39 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("policy", LOW)
-@pytest.mark.parametrize(("form", "cut"), PAIRS)
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_law_of_supports_numbers_that_are_given_are_as_right(name, form, cut, policy):
-    weigh = WEIGHTS[name]
-
-    def loss(w, x, prices, target, low=None, cut=CUTS[cut]):
+def _weighted(name, form, cut="uncut", low=None):
+    def loss(w, x, prices, target):
         z = x @ w if low is None else (x.astype(low) @ w.astype(low)).astype(x.dtype)
-        return jnp.mean((cut(FORMS[form])(weigh(z), prices) + 0.1 * z[:, 0] - target) ** 2)
+        chosen = CUTS[cut](FORMS[form])(WEIGHTS[name](z), prices)
+        return jnp.mean((chosen + 0.1 * z[:, 0] - target) ** 2)
 
-    def errors(fun, right):
-        got = jax.jit(jax.grad(fun))(W, X, _PRICES, target)
-        return np.linalg.norm(got - right) / np.linalg.norm(right)
+    return loss
 
+
+@functools.cache
+def _right_weighted(name, form):
+    """Returns a target, and the gradient of the loss in float64."""
     with jax.enable_x64(True):
         w, x, prices = (jnp.asarray(a, jnp.float64) for a in (W, X, _PRICES))
-        exact = weigh(x @ w) @ prices + 0.1 * (x @ w)[:, 0]
+        exact = WEIGHTS[name](x @ w) @ prices + 0.1 * (x @ w)[:, 0]
         target = np.asarray(exact + 0.05 * np.random.default_rng(1).normal(size=len(X)), np.float32)
-        right = np.asarray(jax.jit(jax.grad(loss))(w, x, prices, target.astype(np.float64)))
-    hand = errors(lambda *args: loss(*args, LOW[policy], CUTS["uncut"]), right)
-    assert errors(mpjax.autocast(loss, policy), right) <= 2 * max(hand, 2**-7)
+        loss = _weighted(name, form)
+        return target, _gradient(loss, w, x, prices, target.astype(np.float64))
+
+
+def _error_weighted(name, form, loss):
+    target, right = _right_weighted(name, form)
+    return _error(_gradient(loss, W, X, _PRICES, target), right)
+
+
+@functools.cache
+def _error_weighted_by_hand(name, form, policy):
+    return _error_weighted(name, form, _weighted(name, form, low=LOW[policy]))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("name", "form", "cut", "policy"), _cases(WEIGHTS))
+def test_law_of_supports_numbers_that_are_given_are_as_right(name, form, cut, policy):
+    hand = _error_weighted_by_hand(name, form, policy)
+    got = _error_weighted(name, form, mpjax.autocast(_weighted(name, form, cut), policy))
+    assert got <= 2 * max(hand, 2**-7), (got, hand)
