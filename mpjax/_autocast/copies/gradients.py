@@ -22,7 +22,7 @@ from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
-_CANCEL = read_flags.CANCELS | read_flags.SOLUTION
+_CANCEL = read_flags.CANCELS | read_flags.SOLUTION | read_flags.SMALL
 _ASKED = read_flags.CANCELS | read_flags.BELOW | read_flags.DIFFERENCE
 """Flags of a function's results that hold for those of its rules too."""
 

@@ -44,6 +44,12 @@ def free_axes(eqn: Eqn, operand: int) -> list[Any]:
     return [n for i, n in enumerate(shape) if i not in (*summed, *batch)]
 
 
+def has_batch_axes(eqn: Eqn) -> bool:
+    """Whether the operands of a `dot_general` have axes in common that are not summed over."""
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    return bool(batch)
+
+
 def is_short(size: Any) -> bool:
     """Whether an axis is as short as those of a rotation."""
     return isinstance(size, int) and size <= FEW

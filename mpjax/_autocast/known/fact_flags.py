@@ -185,6 +185,8 @@ def _makes_a_step(eqn: Eqn, floats: Sequence[Any]) -> bool:
     """Whether an equation multiplies a whole array by a small number, or by an unknown one."""
     if eqn.primitive.name not in traits.SCALES or len(floats) != 2:
         return False
+    if not eqn.outvars[0].aval.shape:  # a ratio of two sums is no step
+        return scales_down(eqn, floats)
     first, second = (f.flags & (CONSTANT | SCALAR) for f in floats)
     if not (first | second) & CONSTANT and first != second:  # a number, and a whole array
         return True

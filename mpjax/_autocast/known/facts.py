@@ -107,11 +107,12 @@ def is_epsilon(fact: Fact) -> bool:
     return bool(fact.flags & CONSTANT) and fact.most < _EPSILON
 
 
-def cancelling(eqn: Eqn, facts: Facts) -> list[terms.Term]:
-    """Returns the terms of a sum that cancel."""
+def cancelling(eqn: Eqn, facts: Facts, *, of_sums: bool = False) -> list[terms.Term]:
+    """Returns the terms of a sum that cancel: see `terms.cancelling`."""
     if eqn.primitive.name not in traits.ADDS or scopes.is_transposed(eqn):
         return []  # a derivative's sums are of what JAX adds up, and no formula of the author's
-    return terms.cancelling(*(of_atom(v, facts).terms for v in eqn.invars))
+    first, second = (of_atom(v, facts).terms for v in eqn.invars)
+    return terms.cancelling(first, second, of_sums=of_sums)
 
 
 def is_difference(eqn: Eqn, facts: Facts) -> bool:

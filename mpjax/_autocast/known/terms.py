@@ -40,10 +40,30 @@ def few(terms: Iterable[Term]) -> Terms:
     return some if len(some) <= _MOST else NONE
 
 
-def cancelling(first: Terms, second: Terms) -> list[Term]:
-    """Returns the terms of two values that cancel when these are added."""
+def cancelling(first: Terms, second: Terms, *, of_sums: bool = False) -> list[Term]:
+    """Returns the terms of two values that cancel when these are added.
+
+    Args:
+      first: the terms of one value.
+      second: those of the other.
+      of_sums: whether sums alone count too, as in `trace(g)² - sum(g²)`.
+    """
     pairs = itertools.product(first, second)
-    return [term for a, b in pairs if _cancel(a, b) for term in (a, b)]
+    cancel = (p for p in pairs if _cancel(*p) or (of_sums and _cancel_as_sums(*p)))
+    return [term for pair in cancel for term in pair]
+
+
+def _cancel_as_sums(a: Term, b: Term) -> bool:
+    """Whether one of two terms is a power of a sum, and the other a sum over the same values.
+
+    Or the trace of a product with itself, `trace(g)² - trace(g @ g)`.
+    """
+    if a.is_power == b.is_power:
+        return False
+    power, other = (a, b) if a.is_power else (b, a)
+    if power.is_product or (other.is_product and not (other.is_gram and other.is_summed)):
+        return False
+    return made_of.among(a.roots, b.roots) and made_of.among(b.roots, a.roots)
 
 
 def _cancel(a: Term, b: Term) -> bool:

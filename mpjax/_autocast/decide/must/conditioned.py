@@ -132,7 +132,8 @@ def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     read = 0
     if _adds_a_point(eqn, known):  # `1 + scale` may be near 0 by chance, `1 - cosine` is by design
         read = NEAR | RESULT if name == "sub" else NEAR
-    if terms := facts.cancelling(eqn, known):
+    # In a network, norms are written as `mean(h²) - mean(h)²`, too, of values that are stored low.
+    if terms := facts.cancelling(eqn, known, of_sums=not out_read & FORWARD):
         read |= CANCELS | RUINED | (BELOW if any(t.is_summed for t in terms) else 0)
     if facts.is_difference(eqn, known):
         read |= DIFFERENCE | (RESULT if differences.is_of_one(eqn, known) else 0)

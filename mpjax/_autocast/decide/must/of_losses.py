@@ -37,8 +37,20 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         return SOLUTION
     if eqn.primitive.name != "dot_general":
         return 0
-    small = any(_is_small(eqn, i, operands) for i in range(2))
+    small = _is_of_places(eqn, some) or any(_is_small(eqn, i, operands) for i in range(2))
     return SMALL if small or (out_read & RESULT and contraction.adds_few(eqn)) else 0
+
+
+def _is_of_places(eqn: Eqn, some: int) -> bool:
+    """Whether a product is of few coordinates of inputs: an angle, a strain, a volume.
+
+    Each of its elements has an axis in common with both operands, as no parameter has with its
+    inputs; or there are few elements.
+    """
+    if some & fact_flags.PRODUCT or not contraction.adds_few(eqn):
+        return False
+    free = [n for place in range(2) for n in contraction.free_axes(eqn, place)]
+    return contraction.has_batch_axes(eqn) or all(map(contraction.is_short, free))
 
 
 def _ends_a_chain(eqn: Eqn, known: facts.Facts) -> bool:
