@@ -1,11 +1,12 @@
 """One formula, one dtype: the derivatives of a product are computed as the product is.
 
 A product whose terms cancel, as that of `E[x y] - E[x] E[y]`, is in float32. In its gradient the
-same values cancel: `y g - E[y] g`. Where the gradient is taken outside of autocast, it is in
-float32 too. Where the program takes it itself, JAX writes it as products of their own, on an
+same values cancel: `y g - E[y] g`. So it is for a product beside a solve, one of few coordinates,
+or one of values that float16 might not hold. Where the gradient is taken outside of autocast, it
+is in float32 too. Where the program takes it itself, JAX writes it as products of their own, on an
 operand of the product, and on a cotangent of the shape of its result: so these are asked for. A
 function with rules of its author's is planned by itself, and so are its rules: there products are
-asked for that have the axes of one that cancels.
+asked for that have the axes of one that is kept.
 """
 
 from __future__ import annotations
@@ -15,40 +16,51 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._autocast.copies.numbering import Visit
-from mpjax._autocast.decide import read_flags
-from mpjax._autocast.decide.decided import Decided, products
-from mpjax._autocast.known import scopes
+from mpjax._autocast.decide import read_flags, reasons
+from mpjax._autocast.decide.decided import Decided, Decision, products
+from mpjax._autocast.known import contraction, scopes
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
-_CANCEL = read_flags.CANCELS | read_flags.SOLUTION | read_flags.SMALL
+_KEPT = read_flags.CANCELS | read_flags.SOLUTION | read_flags.SMALL
 _ASKED = read_flags.CANCELS | read_flags.BELOW | read_flags.DIFFERENCE
 """Flags of a function's results that hold for those of its rules too."""
 
 
-def cancelling(decided: Decided) -> Iterator[Eqn]:
-    """Yields the products of a program, also inside, that are terms of a sum that cancels."""
-    return (made.eqn for made, read in products(decided) if read & _CANCEL)
+def kept(decided: Decided) -> Iterator[Eqn]:
+    """Yields the products of a program, also inside, that are float32, and their gradients too."""
+    return (made.eqn for made, read in products(decided) if _is_kept(made, read))
+
+
+def _is_kept(made: Decision, read: int) -> bool:
+    """Whether a product is float32 for a reason that holds for its gradients too."""
+    return bool(read & _KEPT) or made.reason in reasons.OUT_OF_RANGE
 
 
 def asked(visits: Sequence[Visit]) -> set[tuple[Any, int]]:
-    """Returns the flags by which the gradients of products that cancel are float32."""
-    operands: dict[Hashable, set[int]] = {}  # of the products that cancel, by their axes
+    """Returns the flags by which the gradients of products that are kept are float32."""
+    operands: dict[Hashable, set[int]] = {}  # of the products that are kept, by their axes
+    out_of_range: set[Hashable] = set()
     backward: list[Visit] = []
     for visit in visits:
         eqn = visit.decision.eqn
         if scopes.is_transposed(eqn):
             backward.append(visit)
-        elif visit.read & _CANCEL:
+        elif _is_kept(visit.decision, visit.read):
             operands.setdefault(_axes(eqn), set()).update(visit.operands)
+            if visit.decision.reason in reasons.OUT_OF_RANGE:
+                out_of_range.add(_axes(eqn))
     if not operands:
         return set()
-    gradients = (
-        v.decision.eqn
-        for v in backward
-        if not operands.get(_axes(v.decision.eqn), set()).isdisjoint(v.operands)
-    )
+
+    def is_gradient(visit: Visit) -> bool:
+        eqn, axes = visit.decision.eqn, _axes(visit.decision.eqn)
+        if not (contraction.is_product(eqn) or axes in out_of_range):
+            return False  # it is elementwise, and not rounded where it is computed
+        return not operands.get(axes, set()).isdisjoint(visit.operands)
+
+    gradients = (v.decision.eqn for v in backward if is_gradient(v))
     return {(eqn.outvars[0], read_flags.CANCELS) for eqn in gradients}
 
 
@@ -56,7 +68,7 @@ class OfRules(NamedTuple):
     """The demands on a function with rules of its author's, which hold for each rule too."""
 
     reads: int  # of its results
-    axes: frozenset[Hashable]  # of the products that cancel
+    axes: frozenset[Hashable]  # of the products that are kept
 
     def asked(self, program: Any) -> frozenset[tuple[Any, int]]:
         """Returns the flags of the products in the closed jaxpr of the function, or of a rule."""
@@ -74,7 +86,7 @@ def of_rules(decided: Decided) -> OfRules:
         asked |= 0 if compat.is_literal(v) else decided.reads.get(v, 0) & _ASKED
     if any(read & read_flags.AGAIN for read in decided.reads.values()):
         asked |= read_flags.AGAIN
-    return OfRules(asked, frozenset(map(_axes, cancelling(decided))))
+    return OfRules(asked, frozenset(map(_axes, kept(decided))))
 
 
 def _axes(eqn: Eqn) -> Hashable:

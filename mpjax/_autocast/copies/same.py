@@ -46,7 +46,7 @@ def asked(decided: Decided) -> Asked:
     of values first, which may change what is decided about products.
     """
     may_repeat = _may_repeat(decided)
-    if not (may_repeat or any(gradients.cancelling(decided))):
+    if not (may_repeat or any(gradients.kept(decided))):
         return NOTHING
     numbering = Numbering()
     numbering.walk(decided)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from mpjax._autocast.decide import read_flags, reasons, states
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Settings
-from mpjax._autocast.decide.must import conditioned, of_losses
+from mpjax._autocast.decide.must import conditioned, of_losses, weights
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import Kind, State
@@ -55,9 +55,11 @@ def decide(
     low = values.low_dtype(eqn, settings)
     how, why, low = eight_bits.config(eqn, settings, low, exact=bool(read & read_flags.RUINED))
     operands = [values.state(v) for v in eqn.invars]
-    reason = _why_not_low(values, eqn, kind, low)
-    if not reason and (flag := of_losses.keeps_from_low(read)):
+    reason = _why_not_low(values, eqn, kind, low, read)
+    flag = 0 if reason else of_losses.keeps_from_low(read)
+    if flag:
         reason = reasons.of_product(flag)
+    if flag or reason in reasons.OUT_OF_RANGE:
         values.changed = True  # it has a row, and equals others
     if reason:
         if settings.dot_precision is not None and reasons.has_default_precision(eqn):
@@ -99,7 +101,9 @@ def decide_attention(values: Rounding, eqn: Eqn, settings: Settings) -> Decision
     return Decision(eqn, Action.ATTENTION, Reason(""), low=low)  # `planning` names the kernel
 
 
-def _why_not_low(values: Rounding, eqn: Eqn, kind: OpClass | None, low: Any) -> Reason | None:
+def _why_not_low(
+    values: Rounding, eqn: Eqn, kind: OpClass | None, low: Any, read: int
+) -> Reason | None:
     if low is None:
         return values.of_user(eqn, states.WIDE) or reasons.NO_LOW_DTYPE
     if kind is not OpClass.LOWER:
@@ -108,6 +112,8 @@ def _why_not_low(values: Rounding, eqn: Eqn, kind: OpClass | None, low: Any) -> 
         return reason
     if low == FLOAT16 and any(map(values.is_exponential, eqn.invars[:2])):
         return reasons.EXPONENTIAL
+    if low == FLOAT16 and weights.are_divided(eqn, read, values.facts):
+        return reasons.WEIGHTS
     held = [values.state(v) for v in eqn.invars[:2]]
     too_fine = [s for s in held if s.kind == Kind.CONSTANT and not states.fits(s, low)]
     if not too_fine:

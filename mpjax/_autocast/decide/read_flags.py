@@ -63,6 +63,11 @@ RELATIVE = 1 << 26
 SMALL = 1 << 27
 """A product by a rotation, or by constants of few columns."""
 
+DIVIDED = 1 << 29
+"""A product is divided by a sum of its weights, however small these are: float16 holds none that
+is less than 6e-8.
+"""
+
 # -- whose cotangents add up -----------------------------------------------------------------------
 
 READ = 1 << 20

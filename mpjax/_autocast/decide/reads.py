@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax._autocast.decide import control, reasons
-from mpjax._autocast.decide.must import conditioned, meetings, of_losses
+from mpjax._autocast.decide.must import conditioned, meetings, of_losses, weights
 from mpjax._autocast.decide.read_flags import (
     ABSOLUTE,
     ACCUMULATOR,
@@ -21,6 +21,7 @@ from mpjax._autocast.decide.read_flags import (
     CARRIED,
     COTANGENTS,
     DIFFERENCE,
+    DIVIDED,
     FORWARD,
     GRADIENT,
     LATER,
@@ -158,7 +159,7 @@ def _of_operation(
     unrounded = conditioned.how_read(eqn, out_read, known)
     if conditioned.ruins(eqn) or name in others.full:
         return [later | RUINED | unrounded] * len(eqn.invars)
-    reads = _by_rule(eqn, out_read, later)
+    reads = _by_rule(eqn, out_read, later, known)
     if name in traits.SCALES:
         reads = [r | of for r, of in zip(reads, conditioned.of_factors(eqn, known), strict=True)]
     return [r | unrounded for r in reads] if unrounded else reads
@@ -171,10 +172,11 @@ def _of_attention(eqn: Eqn, later: int) -> list[int]:
     return [product if low else LATER | FORWARD for low in named_attention.operands_low(eqn)]
 
 
-def _by_rule(eqn: Eqn, out_read: int, later: int) -> list[int]:
+def _by_rule(eqn: Eqn, out_read: int, later: int, known: facts.Facts) -> list[int]:
     name = eqn.primitive.name
     if name in PRODUCTS:
-        return _of_product(eqn, out_read, later)
+        reads = _of_product(eqn, out_read, later)
+        return [r | DIVIDED for r in reads] if weights.are_divided(eqn, out_read, known) else reads
     if name in MOVES:
         moved = out_read & ~WHOLE if name in traits.RESIZES else out_read
         return [moved] * len(eqn.invars)

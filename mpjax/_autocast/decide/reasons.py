@@ -93,7 +93,12 @@ WIDE_SUM = Reason("a sum of float32 values")
 KEPT_BY_RULES = Reason("kept in float32 by rules=", By.USER)
 ATTENTION_KEPT_BY_RULES = Reason("its products are kept in float32 by rules=")
 NO_LOW_CONSTANT = Reason("a constant that the compute dtype cannot hold")
+WEIGHTS = Reason(
+    f"range: divided by a sum of the same weights, which float16 might not hold{_CAST}"
+)
 EXPONENTIAL = Reason(f"range: float16 might not hold an exponential{_CAST}")
+OUT_OF_RANGE = frozenset({WEIGHTS, EXPONENTIAL})
+"""For these a product is float32 together with its gradients, whose cotangents are out of range."""
 UNKNOWN_CONSTANT = Reason("a constant whose values are not known")
 UNCHANGED = Reason("nothing low goes into it", By.OPERANDS)
 CONSTANTS = Reason("constants only", By.OPERANDS)

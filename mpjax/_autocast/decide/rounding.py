@@ -135,6 +135,8 @@ class Rounding:
         """Why float16 might not hold a value that float32 holds, None where it does."""
         if read & read_flags.SCALED:
             return reasons.SCALED
+        if read & read_flags.DIVIDED:
+            return reasons.WEIGHTS
         is_power = self.facts[var].factors > 1 and not read & read_flags.PRODUCT
         return reasons.POWER if is_power else None
 
@@ -173,9 +175,13 @@ class Rounding:
         if not multiplied.may_be_low(state, read):
             return state
         dtype = self.low_dtype(eqn, self.settings_at(eqn))
-        if dtype is None or (dtype == FLOAT16 and any(map(self.is_exponential, eqn.outvars))):
+        if dtype is None or (dtype == FLOAT16 and self.may_be_out_of_range(eqn, read)):
             return state
         return states.low(dtype)
+
+    def may_be_out_of_range(self, eqn: Eqn, read: int) -> bool:
+        """Whether float16 might not hold what an operation makes for a product."""
+        return bool(read & read_flags.DIVIDED) or any(map(self.is_exponential, eqn.outvars))
 
     def is_exponential(self, atom: Any) -> bool:
         """Whether a value is one that float16 might not hold, although a product reads it."""

@@ -1,4 +1,4 @@
-"""Differences of what products made, and sums that are differences: more than roots tell."""
+"""Differences and quotients of what products made, and sums that are differences."""
 
 from __future__ import annotations
 
@@ -34,6 +34,21 @@ def is_of_one(eqn: Eqn, facts: Facts) -> bool:
     `c[-1] - c`, `c[:, None] - c`.
     """
     return made_of.meet(*(of_atom(v, facts).roots for v in eqn.invars))
+
+
+def is_weighted_mean(eqn: Eqn, facts: Facts) -> bool:
+    """Whether a quotient is a product over a sum of its weights: `w.T @ x / w.sum(0)`.
+
+    Or a product times 1 over that sum.
+    """
+    name = eqn.primitive.name
+    if name not in traits.SCALES or scopes.is_transposed(eqn):
+        return False
+    first, second = (of_atom(v, facts).terms for v in eqn.invars)
+    if name == "div":
+        return terms.is_normalised(first, second, by_power=False)
+    pairs = (first, second), (second, first)
+    return any(terms.is_normalised(*pair, by_power=True) for pair in pairs)
 
 
 def is_weighted_sum(eqn: Eqn, facts: Facts) -> bool:

@@ -55,7 +55,9 @@ STENCIL = 1 << 17
 """
 AMOUNTS = 1 << 18
 """Constants that are no layer's weights, such as coordinates and prices; made of these alone."""
-# The flags from `1 << 19` on are those of `ranges`.
+# The flags from `1 << 19` to `1 << 23` are those of `ranges`.
+EPSILON = 1 / 64
+"""A smaller number that is added guards a division or a root; it cancels nothing."""
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one

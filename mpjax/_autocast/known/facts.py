@@ -33,6 +33,7 @@ from mpjax._autocast.known.fact_flags import (
     DERIVED,
     EITHER,
     ENTERED,
+    EPSILON,
     NEGATED,
     OFFSET,
     PRODUCT,
@@ -47,8 +48,6 @@ from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each, has_effects, o
 from mpjax._jaxpr.sizes import is_float32, is_number, size
 
 _MOST_ROOTS = 8
-_EPSILON = 1 / 64
-"""A smaller number that is added guards a division or a root; it cancels nothing."""
 _PARTS = traits.SLICES | traits.PICKS
 _TOPS = traits.EXTREME & traits.STATISTIC
 _OF_ITS_OPERANDS = traits.FUSIBLE | traits.OF_FEW | traits.UPDATES | MOVES | totals.ALONG_AXES
@@ -104,7 +103,7 @@ def of_atom(atom: Any, facts: Facts) -> Fact:
 
 def is_epsilon(fact: Fact) -> bool:
     """Whether a constant is smaller than anything that it would cancel."""
-    return bool(fact.flags & CONSTANT) and fact.most < _EPSILON
+    return bool(fact.flags & CONSTANT) and fact.most < EPSILON
 
 
 def cancelling(eqn: Eqn, facts: Facts, *, of_sums: bool = False) -> list[terms.Term]:
@@ -358,6 +357,8 @@ class _Walk:
             first, second = (f.terms for f in floats)
             if name == "mul" and first and second:
                 return terms.multiplied(first, second, self.number)
+            if name == "div" and second and floats[0].flags & CONSTANT:
+                return terms.powers(second)
             of, by = floats if first else reversed(floats)
             is_scaled = by.flags & (CONSTANT | SCALAR) and (first or name == "mul")
             return of.terms if is_scaled else terms.NONE
@@ -422,7 +423,7 @@ class _Walk:
         if every & CONSTANT:
             return _SOME_CONSTANT
         return Fact(
-            _if_number(var) | fact_flags.of_branches(some, every),
+            _if_number(var) | fact_flags.of_branches(some, every) | ranges.of_branches(some, every),
             roots=self.few(frozenset[made_of.Root]().union(*(f.roots for f in outs))),
             terms=terms.of_branches((t for f in outs for t in f.terms), self.number),
             added=frozenset[repeats.Added]().union(*(f.added for f in outs)),

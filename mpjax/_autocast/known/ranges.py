@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from mpjax._autocast.known import traits
-from mpjax._autocast.known.fact_flags import CONSTANT, SCALAR, union
+from mpjax._autocast.known.fact_flags import CONSTANT, EPSILON, FUNCTIONS, SCALAR, union
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import MOVES
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 
 TOP = 1 << 19
 """The maximum of rows, or a sum with it, such as a logsumexp."""
@@ -25,14 +25,29 @@ EXPONENTIAL = 1 << 21
 """The exponential of another value, or a multiple of it."""
 CHANCES = 1 << 22
 """An exponential in range, or one that was divided by a sum: what a softmax makes. Or 0 and 1."""
+CURVED = 1 << 23
+"""A function made it, such as a sigmoid: all of its elements may be small, and none is 0."""
+_CUMULATIVE = frozenset({"cumprod", "cumlogsumexp"})
 _EXPONENTIALS = frozenset({"exp", "exp2"})
 _LIMITED = frozenset({"min", "clamp"})
 
 
 def of_operation(eqn: Eqn, floats: Sequence[Any]) -> int:
     """Returns these flags of an operation's results, given the facts of its float operands."""
-    name = eqn.primitive.name
     some, _ = union(floats)
+    return _of_exponentials(eqn, floats, some) | _curved(eqn, some)
+
+
+def _curved(eqn: Eqn, some: int) -> int:
+    """Returns `CURVED` of what a function made since the last product, or of a sum with it."""
+    name = eqn.primitive.name
+    if name in PRODUCTS:
+        return 0
+    return CURVED if name in FUNCTIONS or name in _CUMULATIVE else some & CURVED
+
+
+def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
+    name = eqn.primitive.name
     if name in _EXPONENTIALS:
         return CHANCES if some & UNDER else EXPONENTIAL
     if name in traits.EXTREME:
@@ -44,13 +59,19 @@ def of_operation(eqn: Eqn, floats: Sequence[Any]) -> int:
     if name == "sub" and floats[-1].flags & TOP:
         return UNDER
     if name in traits.ADDS:
-        return some & (TOP | UNDER)
+        beside = [f for f in floats if not (f.flags & CONSTANT and f.most < EPSILON)]
+        return some & (TOP | UNDER) | (some & EXPONENTIAL if len(beside) == 1 else 0)
     if name in traits.SCALES:
         is_by_a_number = any(f.flags & (CONSTANT | SCALAR) for f in floats)
         if is_by_a_number:
             return some & (UNDER | EXPONENTIAL | CHANCES)
         return CHANCES if name == "div" and floats[0].flags & (EXPONENTIAL | CHANCES) else 0
     return some & UNDER if name == "neg" else 0
+
+
+def of_branches(some: int, every: int) -> int:
+    """Returns these flags of one of several values, `where(c, a, b)`: of those of some, of all."""
+    return some & (EXPONENTIAL | CURVED) | every & (TOP | UNDER | CHANCES)
 
 
 def of_logic(eqn: Eqn) -> int:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from mpjax._autocast.known import traits
+from mpjax._autocast.known import totals, traits
 from mpjax._base import compat
 from mpjax._jaxpr import keys
 from mpjax._jaxpr.equation import Eqn
 
 _DEEPEST = 4
 _CONSTANT = "constant"
+_TOPS = traits.EXTREME & traits.STATISTIC
 
 
 class Excerpt(NamedTuple):
@@ -48,7 +49,18 @@ def part(eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any]) -> Excerpt | No
         return None
     literals = (str(v) for v in eqn.invars[1:] if compat.is_literal(v))
     how = (eqn.primitive.name, keys.printed_params(eqn), eqn.outvars.index(out), *literals)
+    if eqn.primitive.name in _TOPS:
+        how = (*how, len(totals.removed_axes(eqn)))
     return Excerpt(how, (of, *(f.roots for f in operands[1:])), depth)
+
+
+def is_below_its_maximum(roots: Roots) -> bool:
+    """Whether a value is a function of others, and of their maximum along one axis: `z - max(z)`.
+
+    So one of its elements along that axis is 1, if it is the exponential of that distance.
+    """
+    tops = [r for r in roots if isinstance(r, Excerpt) and r.how[0] in _TOPS and r.how[-1] == 1]
+    return any(roots - {top} == top.of[0] for top in tops)
 
 
 def constant(value: Any) -> Excerpt:

@@ -46,14 +46,31 @@ def cancelling(first: Terms, second: Terms, *, of_sums: bool = False) -> list[Te
     Args:
       first: the terms of one value.
       second: those of the other.
-      of_sums: whether sums alone count too, as in `trace(g)² - sum(g²)`.
+      of_sums: whether sums over a product count too, as in `trace(g)² - sum(g²)`.
     """
+    over_a_gram = of_sums and _are_over_a_gram(first, second)
     pairs = itertools.product(first, second)
-    cancel = (p for p in pairs if _cancel(*p) or (of_sums and _cancel_as_sums(*p)))
+    cancel = (
+        (a, b)
+        for a, b in pairs
+        if _cancel(a, b) or (of_sums and _cancel_as_sums(a, b, over_a_gram=over_a_gram))
+    )
     return [term for pair in cancel for term in pair]
 
 
-def _cancel_as_sums(a: Term, b: Term) -> bool:
+def _are_over_a_gram(first: Terms, second: Terms) -> bool:
+    """Whether both values are of sums over one product of a value with itself.
+
+    A few directions make most of it. What is left of a sum without these is small beside it.
+    """
+    summed = [
+        {t.number: t for t in terms if t.is_product and t.is_summed} for terms in (first, second)
+    ]
+    both = summed[0].keys() & summed[1].keys()
+    return any(terms[number].is_gram for terms in summed for number in both)
+
+
+def _cancel_as_sums(a: Term, b: Term, *, over_a_gram: bool) -> bool:
     """Whether one of two terms is a power of a sum, and the other a sum over the same values.
 
     Or the trace of a product with itself, `trace(g)² - trace(g @ g)`.
@@ -61,7 +78,8 @@ def _cancel_as_sums(a: Term, b: Term) -> bool:
     if a.is_power == b.is_power:
         return False
     power, other = (a, b) if a.is_power else (b, a)
-    if power.is_product or (other.is_product and not (other.is_gram and other.is_summed)):
+    is_trace = other.is_product and other.is_gram and other.is_summed
+    if power.is_product or not (is_trace or (over_a_gram and not other.is_product)):
         return False
     return made_of.among(a.roots, b.roots) and made_of.among(b.roots, a.roots)
 
@@ -101,6 +119,23 @@ def over_one(first: Iterable[Term], second: Iterable[Term]) -> bool:
         made_of.meet(*(made_of.unless_constant(t.roots) for t in (a, b)))
         for a, b in pairs
         if a.number != b.number
+    )
+
+
+def is_normalised(first: Iterable[Term], second: Iterable[Term], *, by_power: bool) -> bool:
+    """Whether a product is over one of its operands a sum is over: `w.T @ x` and `w.sum(0)`.
+
+    Args:
+      first: the terms of what the product is in.
+      second: those of what the sum is in.
+      by_power: whether that is a power of the sum, as 1 over it is.
+    """
+    sums = (t for t in second if t.is_power == by_power and not t.is_summed)
+    pairs = itertools.product(filter(_is_plain_product, first), sums)
+    return any(
+        made_of.meet(*(made_of.unless_constant(t.roots) for t in pair))
+        for pair in pairs
+        if pair[0].number != pair[1].number
     )
 
 

@@ -19,6 +19,7 @@ from mpjax._autocast.decide.read_flags import (
     BELOW,
     CANCELS,
     DIFFERENCE,
+    DIVIDED,
     FORWARD,
     NEAR,
     OUTPUT,
@@ -53,7 +54,7 @@ _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
 _STOP_A_DISTANCE = _STOP_A_DIFFERENCE | traits.SATURATES
 """Through all others a distance that is read of results is read of operands, too."""
 _WITHOUT_A_CLASS = traits.LOOKS | traits.HANDS_ON
-_HANDED_ON = NEAR | CANCELS | RUINED | DIFFERENCE | AGAIN | RESULT | SOLUTION | RELATIVE
+_HANDED_ON = NEAR | CANCELS | RUINED | DIFFERENCE | AGAIN | RESULT | SOLUTION | RELATIVE | DIVIDED
 
 
 def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
@@ -72,6 +73,8 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         read |= out_read & (NEAR | RESULT)
     if name not in _STOP_A_DIFFERENCE:
         read |= out_read & (DIFFERENCE | AGAIN)
+    if name not in PRODUCTS and name not in fact_flags.FUNCTIONS:
+        read |= out_read & DIVIDED
     if facts.hands_on_terms(eqn):
         read |= out_read & (CANCELS | BELOW)
     elif out_read & CANCELS:
@@ -124,11 +127,11 @@ def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         return NEAR | RESULT
     if name in factors.MULTIPLY:
         many = factors.makes_many(eqn, [facts.of_atom(v, known) for v in eqn.invars])
-        return NEAR | RESULT if many else 0
+        return NEAR | RESULT if many else _of_a_mean(eqn, known)
     if read := decides(eqn, out_read, known):
         return read
     if name not in traits.ADDS:
-        return DIFFERENCE if differences.is_weighted_sum(eqn, known) else 0
+        return DIFFERENCE if differences.is_weighted_sum(eqn, known) else _of_a_mean(eqn, known)
     read = 0
     if _adds_a_point(eqn, known):  # `1 + scale` may be near 0 by chance, `1 - cosine` is by design
         read = NEAR | RESULT if name == "sub" else NEAR
@@ -140,6 +143,10 @@ def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     if differences.is_of_products(eqn, known):
         read |= DIFFERENCE | RESULT
     return read
+
+
+def _of_a_mean(eqn: Eqn, known: facts.Facts) -> int:
+    return DIVIDED if differences.is_weighted_mean(eqn, known) else 0
 
 
 def ruins(eqn: Eqn) -> bool:

@@ -42,15 +42,13 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
 
 
 def _is_of_places(eqn: Eqn, some: int) -> bool:
-    """Whether a product is of few coordinates of inputs: an angle, a strain, a volume.
+    """Whether a product is of few coordinates of inputs: an angle, a volume, a strain.
 
     Each of its elements has an axis in common with both operands, as no parameter has with its
-    inputs; or there are few elements.
+    inputs.
     """
-    if some & fact_flags.PRODUCT or not contraction.adds_few(eqn):
-        return False
-    free = [n for place in range(2) for n in contraction.free_axes(eqn, place)]
-    return contraction.has_batch_axes(eqn) or all(map(contraction.is_short, free))
+    is_of_inputs = not some & fact_flags.PRODUCT
+    return is_of_inputs and contraction.adds_few(eqn) and contraction.has_batch_axes(eqn)
 
 
 def _ends_a_chain(eqn: Eqn, known: facts.Facts) -> bool:

@@ -1,0 +1,33 @@
+"""Weights of means, under float16: they may be as small as float32 holds, as their sum is.
+
+`w.T @ x / w.sum(0)` is a mean, whatever factor `w` has. Where `w` is a sigmoid of -20, or the
+chances of a cluster that is far away, float16 holds 0, or few bits; the mean is another one, or
+0 / 0. Chances that are divided by their sum before the product are in range.
+"""
+
+from __future__ import annotations
+
+from mpjax._autocast.decide.read_flags import DIVIDED
+from mpjax._autocast.known import contraction, facts, ranges, roots
+from mpjax._jaxpr.equation import Eqn
+
+
+def are_divided(eqn: Eqn, read: int, known: facts.Facts) -> bool:
+    """Whether a product is of weights by whose sum its result is divided.
+
+    What a function made may be small; `exp(z - max(z))` is 1 somewhere along the axis of its sum.
+
+    Args:
+      eqn: the product.
+      read: how its result is read.
+      known: the facts of its program.
+    """
+    if not read & DIVIDED or not contraction.is_product(eqn):
+        return False
+    operands = [facts.of_atom(v, known) for v in eqn.invars[:2]]
+    curved = [f for f in operands if f.flags & ranges.CURVED]
+    return not all(map(_is_below_its_maximum, curved))
+
+
+def _is_below_its_maximum(fact: facts.Fact) -> bool:
+    return bool(fact.flags & ranges.CHANCES) and roots.is_below_its_maximum(fact.roots)
