@@ -28,7 +28,7 @@ CHANCES = 1 << 22
 CURVED = 1 << 23
 """A function made it, such as a sigmoid: all of its elements may be small, and none is 0."""
 _CUMULATIVE = frozenset({"cumprod", "cumlogsumexp"})
-_EXPONENTIALS = frozenset({"exp", "exp2"})
+_EXPONENTIALS = frozenset({"exp", "exp2", "sinh", "cosh"})
 _LIMITED = frozenset({"min", "clamp"})
 
 
@@ -48,7 +48,7 @@ def _curved(eqn: Eqn, some: int) -> int:
 
 def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
     name = eqn.primitive.name
-    if name in _EXPONENTIALS:
+    if name in _EXPONENTIALS or (name == "pow" and floats[0].flags & CONSTANT):
         return CHANCES if some & UNDER else EXPONENTIAL
     if name in traits.EXTREME:
         return TOP
@@ -59,13 +59,18 @@ def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
     if name == "sub" and floats[-1].flags & TOP:
         return UNDER
     if name in traits.ADDS:
-        beside = [f for f in floats if not (f.flags & CONSTANT and f.most < EPSILON)]
-        return some & (TOP | UNDER) | (some & EXPONENTIAL if len(beside) == 1 else 0)
+        large = [f for f in floats if not (f.flags & CONSTANT and f.most < EPSILON)]
+        _, every = union(large)
+        return some & (TOP | UNDER) | every & EXPONENTIAL
     if name in traits.SCALES:
         is_by_a_number = any(f.flags & (CONSTANT | SCALAR) for f in floats)
         if is_by_a_number:
             return some & (UNDER | EXPONENTIAL | CHANCES)
-        return CHANCES if name == "div" and floats[0].flags & (EXPONENTIAL | CHANCES) else 0
+        if name == "mul":
+            return some & EXPONENTIAL
+        return CHANCES if floats[0].flags & (EXPONENTIAL | CHANCES) else 0
+    if name in traits.POWERS:
+        return some & EXPONENTIAL
     return some & UNDER if name == "neg" else 0
 
 

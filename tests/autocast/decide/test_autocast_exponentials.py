@@ -42,6 +42,29 @@ def _masked(cut):
     return loss
 
 
+def _masked_by_an_input(cut):
+    seen = np.tri(32, dtype=np.float32)
+
+    def loss(x, w):
+        q = x @ w
+        mask = seen + 0 * x[:, :1]
+        weights = cut(lambda s, m: jnp.exp(s) * m)(30 * jnp.tanh(q @ q.T), mask)
+        return jnp.mean(jnp.log(cut(lambda p, x: p @ x**2)(weights, x) + 1))
+
+    return loss
+
+
+def _read_by_log(kernel):
+    def made(cut):
+        def loss(x, w):
+            weights = cut(kernel)(30 * jnp.tanh(x @ w @ (x @ w).T))
+            return jnp.mean(jnp.log(cut(lambda k, x: k @ x**2)(weights, x) + 1))
+
+        return loss
+
+    return made
+
+
 def _sinkhorn(cut):
     """An entropic transport in its kernel form: `exp(-cost)` of costs of up to 40."""
 
@@ -106,6 +129,11 @@ LOSSES = {
     "features below half of their maximum": _chosen_by(lambda e: 0.5 * jnp.max(e, -1)[:, None]),
     "an attention without a maximum": _attention_without_a_maximum,
     "one with a mask": _masked,
+    "one with a mask that is an input": _masked_by_an_input,
+    "a kernel of two scales": _read_by_log(lambda s: jnp.exp(s) + jnp.exp(s / 2) + 1e-6),
+    "squares of exponentials": _read_by_log(lambda s: jnp.exp(s / 2) ** 2),
+    "powers of ten": _read_by_log(lambda s: 10.0 ** (s / 3)),
+    "hyperbolic cosines": _read_by_log(jnp.cosh),
     "an entropic transport": _sinkhorn,
 }
 
