@@ -56,7 +56,7 @@ STENCIL = 1 << 17
 AMOUNTS = 1 << 18
 """Constants that are no layer's weights, such as coordinates and prices; made of these alone."""
 # The flags from `1 << 19` to `1 << 23` are those of `ranges`.
-EPSILON = 1 / 64
+_EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
@@ -193,6 +193,11 @@ def _makes_a_step(eqn: Eqn, floats: Sequence[Any]) -> bool:
     if not (first | second) & CONSTANT and first != second:  # a number, and a whole array
         return True
     return scales_down(eqn, floats)
+
+
+def is_epsilon(fact: Any) -> bool:
+    """Whether a constant is smaller than anything that it would cancel."""
+    return bool(fact.flags & CONSTANT) and fact.most < _EPSILON
 
 
 def scales_down(eqn: Eqn, floats: Sequence[Any], by: float = SMALL_STEP) -> bool:

@@ -33,7 +33,6 @@ from mpjax._autocast.known.fact_flags import (
     DERIVED,
     EITHER,
     ENTERED,
-    EPSILON,
     NEGATED,
     OFFSET,
     PRODUCT,
@@ -49,7 +48,6 @@ from mpjax._jaxpr.sizes import is_float32, is_number, size
 
 _MOST_ROOTS = 8
 _PARTS = traits.SLICES | traits.PICKS
-_TOPS = traits.EXTREME & traits.STATISTIC
 _OF_ITS_OPERANDS = traits.FUSIBLE | traits.OF_FEW | traits.UPDATES | MOVES | totals.ALONG_AXES
 """Each element of a result is of a few elements of the operands, unless it is a statistic."""
 
@@ -101,11 +99,6 @@ def of_atom(atom: Any, facts: Facts) -> Fact:
     return Fact(CONSTANT | SCALAR | (NEGATED if value < 0 else 0), abs(value), abs(value))
 
 
-def is_epsilon(fact: Fact) -> bool:
-    """Whether a constant is smaller than anything that it would cancel."""
-    return bool(fact.flags & CONSTANT) and fact.most < EPSILON
-
-
 def cancelling(eqn: Eqn, facts: Facts, *, of_sums: bool = False) -> list[terms.Term]:
     """Returns the terms of a sum that cancel: see `terms.cancelling`."""
     if eqn.primitive.name not in traits.ADDS or scopes.is_transposed(eqn):
@@ -149,7 +142,11 @@ def adds_a_constant(eqn: Eqn, facts: Facts) -> bool:
         return False
     operands = [of_atom(v, facts) for v in eqn.invars]
     constants = [f for f in operands if f.flags & CONSTANT]
-    return len(constants) == 1 and not is_epsilon(constants[0]) and constants[0].most < math.inf
+    return (
+        len(constants) == 1
+        and not fact_flags.is_epsilon(constants[0])
+        and constants[0].most < math.inf
+    )
 
 
 def hands_on_terms(eqn: Eqn) -> bool:
@@ -320,7 +317,7 @@ class _Walk:
             term = terms.Term(floats[0].roots, self.number(), is_product=True)
             return self.summed(term, flags, floats)
         is_statistic = totals.is_statistic(eqn)
-        if is_statistic and name in _TOPS:
+        if is_statistic and name in made_of.TOPS:
             return Fact(flags | _if_number(out), roots=self.part(eqn, floats[0].roots, out))
         if is_statistic or name not in _OF_ITS_OPERANDS:
             fact = Fact(flags | _if_number(out), roots=self.root())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._autocast.known import traits
-from mpjax._autocast.known.fact_flags import CONSTANT, EPSILON, FUNCTIONS, SCALAR, union
+from mpjax._autocast.known.fact_flags import CONSTANT, FUNCTIONS, SCALAR, is_epsilon, union
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 
@@ -22,7 +22,7 @@ TOP = 1 << 19
 UNDER = 1 << 20
 """A distance to such a maximum, or limited by a constant: its exponential is in range."""
 EXPONENTIAL = 1 << 21
-"""The exponential of another value, or a multiple of it."""
+"""The exponential of another value, a power of it, or what it is a factor of; or a sum of such."""
 CHANCES = 1 << 22
 """An exponential in range, or one that was divided by a sum: what a softmax makes. Or 0 and 1."""
 CURVED = 1 << 23
@@ -59,8 +59,7 @@ def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
     if name == "sub" and floats[-1].flags & TOP:
         return UNDER
     if name in traits.ADDS:
-        large = [f for f in floats if not (f.flags & CONSTANT and f.most < EPSILON)]
-        _, every = union(large)
+        _, every = union([f for f in floats if not is_epsilon(f)])
         return some & (TOP | UNDER) | every & EXPONENTIAL
     if name in traits.SCALES:
         is_by_a_number = any(f.flags & (CONSTANT | SCALAR) for f in floats)

@@ -17,7 +17,8 @@ from mpjax._jaxpr.equation import Eqn
 
 _DEEPEST = 4
 _CONSTANT = "constant"
-_TOPS = traits.EXTREME & traits.STATISTIC
+TOPS = traits.EXTREME & traits.STATISTIC
+"""Take the largest or the smallest of several elements."""
 
 
 class Excerpt(NamedTuple):
@@ -49,7 +50,7 @@ def part(eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any]) -> Excerpt | No
         return None
     literals = (str(v) for v in eqn.invars[1:] if compat.is_literal(v))
     how = (eqn.primitive.name, keys.printed_params(eqn), eqn.outvars.index(out), *literals)
-    if eqn.primitive.name in _TOPS:
+    if eqn.primitive.name in TOPS:
         how = (*how, len(totals.removed_axes(eqn)))
     return Excerpt(how, (of, *(f.roots for f in operands[1:])), depth)
 
@@ -59,7 +60,7 @@ def is_below_its_maximum(roots: Roots) -> bool:
 
     So one of its elements along that axis is 1, if it is the exponential of that distance.
     """
-    tops = [r for r in roots if isinstance(r, Excerpt) and r.how[0] in _TOPS and r.how[-1] == 1]
+    tops = [r for r in roots if isinstance(r, Excerpt) and r.how[0] in TOPS and r.how[-1] == 1]
     return any(roots - {top} == top.of[0] for top in tops)
 
 
