@@ -77,9 +77,11 @@ def _rules(rows: Sequence[Row], subject: Subject) -> tuple[str, dict[str, str]]:
 
 
 def _off(seen: Compared) -> str:
+    error = seen.gradient_error
+    gradient = f"off by {error:.2g} of its norm" if math.isfinite(error) else "not finite"
     return (
         f"its loss is {seen.loss:.6g}, where float32 gives {seen.exact:.6g}, and its gradient is "
-        f"off by {seen.gradient_error:.2g} of its norm"
+        f"{gradient}"
     )
 
 

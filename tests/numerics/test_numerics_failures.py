@@ -132,6 +132,8 @@ def test_what_was_broken_is_named(model, injury):
     if phase == "forward" and injury != "branch":
         assert first.operation in (about.operation, "convert_element_type")
         assert f"{{{first.module!r}: 'float32'}}" in report.cause.fix
+    if injury == "remat":
+        assert report.cause.fix.endswith("and its gradient is not finite.")
     if injury == "forward":
         policies = mpjax.PolicyMap("16-mixed", {first.module: "float32"})
         mended = diagnose(loss, policies, loss_scale=scale)(params, batch)
