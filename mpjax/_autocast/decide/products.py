@@ -74,7 +74,7 @@ def decide(
         values.record(eqn, [values.stored(eqn, eqn.outvars[0], state)])
         return Decision(eqn, Action.FUSED, values.because(eqn, None))
     values.changed = True
-    exact = _is_result_exact(eqn, read, low) or _may_overflow(values, eqn, low)
+    exact = _is_result_exact(eqn, read, low) or _may_overflow(values, eqn, read, low)
     values.record(eqn, [_result(read, low, exact=exact)])
     by_class = Reason(why or OP_RULES[eqn.primitive.name].reason)
     return Decision(
@@ -135,12 +135,15 @@ def _is_result_exact(eqn: Eqn, read: int, low: Any) -> bool:
     return bool(read & (read_flags.OUTPUT | read_flags.ACCUMULATOR)) or scopes.is_transposed(eqn)
 
 
-def _may_overflow(values: Rounding, eqn: Eqn, low: Any) -> bool:
-    """Whether float16 may not hold a product of integers, which the author scales behind it.
+def _may_overflow(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:
+    """Whether float16 may not hold a power, or a product of integers, which is scaled behind it.
 
-    Example: `(x @ w8.astype(jnp.float32)) * scale`, of stored weights of 8 bits.
+    Examples: `x.T @ x`, and `(x @ w8.astype(jnp.float32)) * scale`, of stored weights of 8 bits.
     """
-    return low == FLOAT16 and any(_may_be_large(values, v) for v in eqn.invars[:2])
+    if low != FLOAT16:
+        return False
+    is_power = values.past_the_range(eqn.outvars[0], read) is reasons.POWER
+    return is_power or any(_may_be_large(values, v) for v in eqn.invars[:2])
 
 
 def _may_be_large(values: Rounding, operand: Any) -> bool:

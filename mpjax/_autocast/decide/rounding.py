@@ -137,8 +137,10 @@ class Rounding:
             return reasons.SCALED
         if read & read_flags.DIVIDED:
             return reasons.WEIGHTS
-        is_power = self.facts[var].factors > 1 and not read & read_flags.PRODUCT
-        return reasons.POWER if is_power else None
+        if read & read_flags.PRODUCT:  # it is asked for one that float16 holds
+            return None
+        fact = self.facts[var]
+        return reasons.POWER if fact.factors > 1 or fact.flags & ranges.GROWN else None
 
     def is_of_unrounded(self, eqn: Eqn, var: Any) -> bool:
         """Whether a value is the maximum of rows that are float32 for the sake of a reader.

@@ -17,14 +17,14 @@ from mpjax._jaxpr.op_rules import MOVES
 MANY = 8
 """A power of which each rounding of its base is worth three bits more."""
 MULTIPLY = frozenset({"mul", "integer_pow", "square"})
-_HANDS_ON = (
+HANDS_ON = (
     MOVES
     | traits.ADDS
     | traits.LIMITS
     | traits.ACCUMULATES
     | traits.UPDATES
     | traits.COMPLEX
-    | {"div", "neg"}
+    | {"abs", "div", "neg"}
 )
 
 
@@ -44,7 +44,7 @@ def count(eqn: Eqn, facts: Sequence[Any]) -> int:
         return min(max(facts[0].factors, 1) * max(abs(eqn.params.get("y", 2)), 1), MANY)
     if name in traits.SATURATES:
         return 0
-    return _most(facts) if name in _HANDS_ON else 1
+    return _most(facts) if name in HANDS_ON else 1
 
 
 def is_gated(facts: Sequence[Any]) -> bool:

@@ -289,7 +289,7 @@ class _Walk:
         cancels = is_difference(eqn, facts)
         beside = fact_flags.repeated(eqn, floats)
         flags = fact_flags.of_operation(eqn, beside, some, every) | derived
-        flags |= ranges.of_operation(eqn, floats)
+        flags |= ranges.of_operation(eqn, beside)
         if adds_a_constant(eqn, facts) and not some & DERIVED:
             flags |= BY_A_CONSTANT
         else:

@@ -1,8 +1,8 @@
-"""Exponentials: which are chances, and which float16 may not hold, past 65504 or below 6e-8.
+"""Values that float16 may not hold, past 65504 or below 6e-8: exponentials, and products.
 
 A softmax takes the maximum of a row off first, so that its exponentials reach 1 and not more. The
 `exp(-cost / 0.01)` of a Sinkhorn iteration, and the `exp(scores) @ values` of an attention without
-a maximum, do not.
+a maximum, do not. And a gate `a * b` is past 65504 where `a` and `b` are of a few hundred.
 """
 
 from __future__ import annotations
@@ -12,8 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._autocast.known import traits
-from mpjax._autocast.known.fact_flags import CONSTANT, FUNCTIONS, SCALAR, is_epsilon, union
+from mpjax._autocast.known import contraction, factors, roots, traits
+from mpjax._autocast.known.fact_flags import (
+    CONSTANT,
+    DERIVED,
+    FUNCTIONS,
+    PRODUCT,
+    REPEATED,
+    SCALAR,
+    is_data,
+    is_epsilon,
+    union,
+)
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 
@@ -27,15 +37,22 @@ CHANCES = 1 << 22
 """An exponential in range, or one that was divided by a sum: what a softmax makes. Or 0 and 1."""
 CURVED = 1 << 23
 """A function made it, such as a sigmoid: all of its elements may be small, and none is 0."""
+GROWN = 1 << 24
+"""A product of two values that are not bounded, each element by one, or `x.T @ x`; a quotient."""
+INVERSE = 1 << 25
+"""1 over a value, or over its root, times weights: by a norm's, values become smaller."""
 _CUMULATIVE = frozenset({"cumprod", "cumlogsumexp"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "sinh", "cosh"})
+_MULTIPLY = traits.SCALES | PRODUCTS
+_HAND_ON_SIZE = factors.HANDS_ON | _MULTIPLY
 _LIMITED = frozenset({"min", "clamp"})
 
 
 def of_operation(eqn: Eqn, floats: Sequence[Any]) -> int:
     """Returns these flags of an operation's results, given the facts of its float operands."""
     some, _ = union(floats)
-    return _of_exponentials(eqn, floats, some) | _curved(eqn, some)
+    flags = _of_exponentials(eqn, floats, some) | _curved(eqn, some)
+    return flags | _grown(eqn, floats, some) | _inverse(eqn, floats, some)
 
 
 def _curved(eqn: Eqn, some: int) -> int:
@@ -44,6 +61,49 @@ def _curved(eqn: Eqn, some: int) -> int:
     if name in PRODUCTS:
         return 0
     return CURVED if name in FUNCTIONS or name in _CUMULATIVE else some & CURVED
+
+
+def _grown(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
+    """Returns `GROWN` of a product or quotient, and of what is linear in one.
+
+    Cotangents grow by the loss scale, which falls where they do not fit.
+    """
+    name = eqn.primitive.name
+    if some & DERIVED or (name in _LIMITED and some & CONSTANT):
+        return 0
+    if name in PRODUCTS and not contraction.adds_nothing(eqn):
+        return GROWN if _is_gram(floats) else 0
+    handed_on = some & GROWN if name in _HAND_ON_SIZE else 0
+    if name not in _MULTIPLY or not all(map(_is_of_any_size, floats)):
+        return handed_on
+    return handed_on if name == "div" and _is_by_its_own(*floats) else GROWN
+
+
+def _is_gram(floats: Sequence[Any]) -> bool:
+    """Whether a product is of a value with itself, as `x.T @ x` is."""
+    return len(floats) == 2 and floats[0].roots == floats[1].roots
+
+
+def _inverse(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
+    name = eqn.primitive.name
+    if name == "rsqrt" or (name == "integer_pow" and eqn.params["y"] < 0):
+        return INVERSE
+    if name == "div" and floats[0].flags & CONSTANT:
+        return INVERSE
+    is_by_weights = name == "mul" and not all(f.flags & PRODUCT for f in floats)
+    return some & INVERSE if name in MOVES or is_by_weights else 0
+
+
+def _is_of_any_size(fact: Any) -> bool:
+    """Whether a value is data or made by products, and not bounded, as a sigmoid is."""
+    if not fact.factors or fact.flags & (CONSTANT | SCALAR | CHANCES | INVERSE):
+        return False
+    return bool(fact.flags & PRODUCT) or is_data(fact)
+
+
+def _is_by_its_own(first: Any, second: Any) -> bool:
+    """Whether a quotient is by a statistic, or by a function of the value: `h / (1 + |h|)`."""
+    return bool(second.flags & REPEATED) or roots.meet(first.roots, second.roots)
 
 
 def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
@@ -75,7 +135,7 @@ def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
 
 def of_branches(some: int, every: int) -> int:
     """Returns these flags of one of several values, `where(c, a, b)`: of those of some, of all."""
-    return some & (EXPONENTIAL | CURVED) | every & (TOP | UNDER | CHANCES)
+    return some & (EXPONENTIAL | CURVED | GROWN) | every & (TOP | UNDER | CHANCES | INVERSE)
 
 
 def of_logic(eqn: Eqn) -> int:
