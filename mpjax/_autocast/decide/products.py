@@ -74,7 +74,7 @@ def decide(
         values.record(eqn, [values.stored(eqn, eqn.outvars[0], state)])
         return Decision(eqn, Action.FUSED, values.because(eqn, None))
     values.changed = True
-    exact = _is_result_exact(eqn, read, low) or _may_overflow(values, eqn, read, low)
+    exact = _is_result_exact(values, eqn, read, low) or _may_overflow(values, eqn, read, low)
     values.record(eqn, [_result(read, low, exact=exact)])
     by_class = Reason(why or OP_RULES[eqn.primitive.name].reason)
     return Decision(
@@ -122,17 +122,29 @@ def _why_not_low(
     return reasons.UNKNOWN_CONSTANT if unknown else reasons.NO_LOW_CONSTANT
 
 
-def _is_result_exact(eqn: Eqn, read: int, low: Any) -> bool:
-    """Whether the result of a product with low operands is float32, as it was added up."""
+def _is_result_exact(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:
+    """Whether the result of a product with low operands is float32, as it was added up.
+
+    The last product of a network is by a parameter. One of two values that products made belongs to
+    a loss: similarities, of which a softmax reads how far each is from the largest.
+    """
     if read & _EXACT_RESULT or low == FLOAT32 or contraction.only_sums(eqn):
         return True
     if read & read_flags.SCALED and low == FLOAT16:
         return True
     if read & read_flags.NEAR and not read & read_flags.FORWARD:
         return True
+    if not read & read_flags.FORWARD and _is_of_made(values, eqn):
+        return True
     if read & read_flags.LATER:
         return False
     return bool(read & (read_flags.OUTPUT | read_flags.ACCUMULATOR)) or scopes.is_transposed(eqn)
+
+
+def _is_of_made(values: Rounding, eqn: Eqn) -> bool:
+    """Whether products made both operands of one that is no part of a derivative."""
+    made = (facts.of_atom(v, values.facts).flags for v in eqn.invars[:2])
+    return not scopes.is_transposed(eqn) and all(f & fact_flags.PRODUCT for f in made)
 
 
 def _may_overflow(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:
