@@ -137,7 +137,7 @@ class Rounding:
             return reasons.SCALED
         if read & read_flags.DIVIDED:
             return reasons.WEIGHTS
-        if read & read_flags.PRODUCT:  # it is asked for one that float16 holds
+        if read & read_flags.PRODUCT:  # which would round it anyway
             return None
         fact = self.facts[var]
         return reasons.POWER if fact.factors > 1 or fact.flags & ranges.GROWN else None
