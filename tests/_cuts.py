@@ -253,6 +253,17 @@ SUMS: dict[str, Callable[[Any], Any]] = {
 OF_VALUES = {**MOVES, **SUMS}
 
 
+AROUND: dict[str, Callable[[Fun], Fun]] = {
+    "uncut": lambda fun: fun,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "barrier": lambda fun: lambda *xs: lax.optimization_barrier(fun(*lax.optimization_barrier(xs))),
+    "cond": lambda fun: lambda *xs: lax.cond(xs[0].sum() < 1e9, fun, fun, *xs),
+    "scan": lambda fun: lambda *xs: lax.scan(lambda c, _: (c, fun(*xs)), 0, None, 1)[1][0],
+}
+"""Boundaries around a function of arrays that gives one array, as an author writes them."""
+
+
 # -- cutting ---------------------------------------------------------------------------------------
 
 

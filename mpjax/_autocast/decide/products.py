@@ -132,9 +132,7 @@ def _is_result_exact(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:
         return True
     if read & read_flags.SCALED and low == FLOAT16:
         return True
-    if read & read_flags.NEAR and not read & read_flags.FORWARD:
-        return True
-    if not read & read_flags.FORWARD and _is_of_made(values, eqn):
+    if not read & read_flags.FORWARD and (read & read_flags.NEAR or _is_of_made(values, eqn)):
         return True
     if read & read_flags.LATER:
         return False
@@ -154,8 +152,9 @@ def _may_overflow(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:
     """
     if low != FLOAT16:
         return False
-    is_power = values.past_the_range(eqn.outvars[0], read) is reasons.POWER
-    return is_power or any(_may_be_large(values, v) for v in eqn.invars[:2])
+    return values.is_power(eqn.outvars[0], read) or any(
+        _may_be_large(values, v) for v in eqn.invars[:2]
+    )
 
 
 def _may_be_large(values: Rounding, operand: Any) -> bool:

@@ -137,10 +137,16 @@ class Rounding:
             return reasons.SCALED
         if read & read_flags.DIVIDED:
             return reasons.WEIGHTS
-        if read & read_flags.PRODUCT:  # which would round it anyway
-            return None
+        return reasons.POWER if self.is_power(var, read) else None
+
+    def is_power(self, var: Any, read: int) -> bool:
+        """Whether a value is a power, or a product of two, that no product reads.
+
+        A product that reads one would round it anyway.
+        """
         fact = self.facts[var]
-        return reasons.POWER if fact.factors > 1 or fact.flags & ranges.GROWN else None
+        is_one = fact.factors > 1 or fact.flags & ranges.GROWN
+        return bool(is_one and not read & read_flags.PRODUCT)
 
     def is_of_unrounded(self, eqn: Eqn, var: Any) -> bool:
         """Whether a value is the maximum of rows that are float32 for the sake of a reader.

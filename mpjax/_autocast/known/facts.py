@@ -369,7 +369,7 @@ class _Walk:
     def product(self, eqn: Eqn, floats: Sequence[Fact], flags: int) -> Fact:
         roots = frozenset[made_of.Root]().union(*(f.roots for f in floats[:2]))
         is_product = not contraction.only_sums(eqn)
-        is_gram = is_product and len(floats) > 1 and floats[0].roots == floats[1].roots
+        is_gram = is_product and ranges.is_gram(floats)
         term = terms.Term(roots, self.number(), is_product, is_gram=is_gram)
         if contraction.adds_nothing(eqn):
             return Fact(flags, roots=frozenset({term.number}))

@@ -72,19 +72,20 @@ def _grown(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
     if some & DERIVED or (name in _LIMITED and some & CONSTANT):
         return 0
     if name in PRODUCTS and not contraction.adds_nothing(eqn):
-        return GROWN if _is_gram(floats) else 0
+        return GROWN if is_gram(floats) else 0
     handed_on = some & GROWN if name in _HAND_ON_SIZE else 0
     if name not in _MULTIPLY or not all(map(_is_of_any_size, floats)):
         return handed_on
     return handed_on if name == "div" and _is_by_its_own(*floats) else GROWN
 
 
-def _is_gram(floats: Sequence[Any]) -> bool:
+def is_gram(floats: Sequence[Any]) -> bool:
     """Whether a product is of a value with itself, as `x.T @ x` is."""
-    return len(floats) == 2 and floats[0].roots == floats[1].roots
+    return len(floats) > 1 and floats[0].roots == floats[1].roots
 
 
 def _inverse(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
+    """Returns `INVERSE` of what divides, such as a `rsqrt`, and of it times weights."""
     name = eqn.primitive.name
     if name == "rsqrt" or (name == "integer_pow" and eqn.params["y"] < 0):
         return INVERSE

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _cuts import AROUND
 from jax import lax
 
 import mpjax
@@ -11,14 +12,6 @@ import mpjax
 _RNG = np.random.default_rng(0)
 X = _RNG.normal(size=(32, 8)).astype(np.float32)
 W = (0.5 * _RNG.normal(size=(8, 8))).astype(np.float32)
-CUTS = {
-    "uncut": lambda fun: fun,
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "barrier": lambda fun: lambda *xs: fun(*lax.optimization_barrier(xs)),
-    "cond": lambda fun: lambda *xs: lax.cond(xs[0].sum() < 1e9, fun, fun, *xs),
-    "scan": lambda fun: lambda *xs: lax.scan(lambda c, _: (c, fun(*xs)), 0, None, 1)[1][0],
-}
 
 
 def _attention_without_a_maximum(cut):
@@ -139,11 +132,11 @@ LOSSES = {
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", AROUND)
 @pytest.mark.parametrize("name", LOSSES)
 def test_law_of_exponentials_what_float16_cannot_hold_stays_float32(name, cut):
-    fun = LOSSES[name](CUTS[cut])
-    right = jax.value_and_grad(LOSSES[name](CUTS["uncut"]), (0, 1))(X, W)
+    fun = LOSSES[name](AROUND[cut])
+    right = jax.value_and_grad(LOSSES[name](AROUND["uncut"]), (0, 1))(X, W)
     outside = jax.value_and_grad(mpjax.autocast(fun, "16-mixed"), (0, 1))
     inside = mpjax.autocast(jax.value_and_grad(fun, (0, 1)), "16-mixed")
     for got in (jax.jit(outside)(X, W), jax.jit(inside)(X, W)):
@@ -180,7 +173,7 @@ def test_layers_with_exponentials_in_range_are_low(name):
 
 
 def test_bfloat16_holds_an_exponential_and_explain_says_why_float16_does_not():
-    fun = LOSSES["an attention without a maximum"](CUTS["uncut"])
+    fun = LOSSES["an attention without a maximum"](AROUND["uncut"])
     rows = {
         policy: [r for r in mpjax.explain(fun, policy)(X, W).rows if r.operation == "dot_general"]
         for policy in ("bf16-mixed", "16-mixed")

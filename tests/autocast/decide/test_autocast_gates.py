@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _cuts import AROUND
 from jax import lax
 
 import mpjax
@@ -13,14 +14,6 @@ import mpjax
 _RNG = np.random.default_rng(0)
 PIXELS = _RNG.uniform(0, 255, size=(32, 16)).astype(np.float32)
 W = tuple((_RNG.normal(size=s) / 4).astype(np.float32) for s in ((16, 32), (16, 32), (32, 4)))
-CUTS = {
-    "uncut": lambda fun: fun,
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "barrier": lambda fun: lambda *xs: lax.optimization_barrier(fun(*xs)),
-    "cond": lambda fun: lambda *xs: lax.cond(xs[0].sum() < 1e9, fun, fun, *xs),
-    "scan": lambda fun: lambda *xs: lax.scan(lambda c, _: (c, fun(*xs)), 0, None, 1)[1][0],
-}
 # Of a and b, which products made: of up to 400 each.
 GATES = {
     "a * b": lambda a, b: a * b,
@@ -59,17 +52,15 @@ READERS = {
 def _loss(gate, read, cut):
     def loss(w, x):
         up, along, down = w
-        h = CUTS[cut](GATES[gate])(x @ up, x @ along)
+        h = AROUND[cut](GATES[gate])(x @ up, x @ along)
         return 1e3 * jnp.mean(jnp.tanh(READERS[read](h) @ down) ** 2)
 
     return loss
 
 
-# Each gate meets each cut, and each reader each gate.
-_CASES = [
-    (gate, read, cut)
-    for (i, gate), (j, cut) in itertools.product(enumerate(GATES), enumerate(CUTS))
-    for read in (list(READERS)[(i + j) % len(READERS)],)
+_CASES = [  # each gate meets each cut, and each reader each gate
+    (gate, list(READERS)[(i + j) % len(READERS)], cut)
+    for (i, gate), (j, cut) in itertools.product(enumerate(GATES), enumerate(AROUND))
 ]
 
 

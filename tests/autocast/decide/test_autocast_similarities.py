@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from _cuts import AROUND
 
 import mpjax
 
@@ -12,12 +12,6 @@ _RNG = np.random.default_rng(0)
 X = _RNG.normal(size=(32, 16)).astype(np.float32)
 Y = (X + 0.5 * _RNG.normal(size=(32, 16))).astype(np.float32)
 W = (_RNG.normal(size=(16, 32)) / 4).astype(np.float32)
-CUTS = {
-    "uncut": lambda fun: fun,
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "barrier": lambda fun: lambda *xs: lax.optimization_barrier(fun(*xs)),
-}
 
 
 def _unit(z):
@@ -41,13 +35,13 @@ LOSSES = {
 def _loss(name, cut):
     def loss(w, x, y):
         a, b = _unit(x @ w + 3), _unit(y @ w + 3)  # all cosines are near 1
-        return LOSSES[name](CUTS[cut](lambda a, b: a @ b.T)(a, b))
+        return LOSSES[name](AROUND[cut](lambda a, b: a @ b.T)(a, b))
 
     return loss
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", AROUND)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("policy", "most"), [("bf16-mixed", 0.045), ("16-mixed", 0.006)])
 def test_law_of_similarities_a_softmax_reads_them_as_they_were_added_up(policy, most, name, cut):
