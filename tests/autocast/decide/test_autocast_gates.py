@@ -1,5 +1,6 @@
 """Gates under float16: products of two values, past 65504 where neither of the two is."""
 
+import functools
 import itertools
 
 import jax
@@ -58,17 +59,22 @@ def _loss(gate, read, cut):
     return loss
 
 
-_CASES = [  # each gate meets each cut, and each reader each gate
-    (gate, list(READERS)[(i + j) % len(READERS)], cut)
+_CASES = [  # each gate meets each cut, and two readers
+    (gate, list(READERS)[(i + j % 2) % len(READERS)], cut)
     for (i, gate), (j, cut) in itertools.product(enumerate(GATES), enumerate(AROUND))
 ]
+
+
+@functools.cache
+def _right(gate, read):
+    return jax.value_and_grad(_loss(gate, read, "uncut"))(W, PIXELS)
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("gate", "read", "cut"), _CASES)
 def test_law_of_gates_a_product_of_two_values_stays_float32_under_float16(gate, read, cut):
     fun = _loss(gate, read, cut)
-    right = jax.value_and_grad(_loss(gate, read, "uncut"))(W, PIXELS)
+    right = _right(gate, read)
     outside = jax.value_and_grad(mpjax.autocast(fun, "16-mixed"))
     inside = mpjax.autocast(jax.value_and_grad(fun), "16-mixed")
     for value, grads in (jax.jit(outside)(W, PIXELS), jax.jit(inside)(W, PIXELS)):

@@ -5,6 +5,8 @@ A user who casts by hand casts the operands of the product, and leaves what read
 float32. The errors of autocast are compared with those of that cast, and both with float64.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,18 +61,28 @@ def _errors(got, right):
     return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(got, right, strict=True)]
 
 
+@functools.cache
+def _right(name):
+    loss = lambda x: INVARIANTS[name](_gram(x), CUTS["uncut"])  # noqa: E731
+    with jax.enable_x64(True):
+        return _both(loss, _walk().astype(np.float64))
+
+
+@functools.cache
+def _by_hand(name, policy):
+    loss = lambda x: INVARIANTS[name](_gram(x, LOW[policy]), CUTS["uncut"])  # noqa: E731
+    with jax.enable_x64(True):
+        return _both(loss, _walk().astype(np.float64))
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", LOW)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", INVARIANTS)
 def test_law_of_invariants_the_errors_are_those_of_a_product_cast_by_hand(name, cut, policy):
-    loss = INVARIANTS[name]
-    with jax.enable_x64(True):
-        exact = _walk().astype(np.float64)
-        right = _both(lambda x: loss(_gram(x), CUTS["uncut"]), exact)
-        by_hand = _both(lambda x: loss(_gram(x, LOW[policy]), CUTS["uncut"]), exact)
-    autocast = _both(mpjax.autocast(lambda x: loss(_gram(x), CUTS[cut]), policy), _walk())
-    got, hand = _errors(autocast, right), _errors(by_hand, right)
+    loss = lambda x: INVARIANTS[name](_gram(x), CUTS[cut])  # noqa: E731
+    autocast = _both(mpjax.autocast(loss, policy), _walk())
+    got, hand = (_errors(a, _right(name)) for a in (autocast, _by_hand(name, policy)))
     assert all(a <= 2 * max(b, 2**-7) for a, b in zip(got, hand, strict=True)), (got, hand)
 
 

@@ -1,5 +1,7 @@
 """Similarities: a loss's product of two values that products made, whose rows a softmax reads."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,13 +42,18 @@ def _loss(name, cut):
     return loss
 
 
+@functools.cache
+def _right(name):
+    return jax.grad(_loss(name, "uncut"))(W, X, Y)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("cut", AROUND)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("policy", "most"), [("bf16-mixed", 0.045), ("16-mixed", 0.006)])
 def test_law_of_similarities_a_softmax_reads_them_as_they_were_added_up(policy, most, name, cut):
     fun = _loss(name, cut)
-    right = jax.grad(_loss(name, "uncut"))(W, X, Y)
+    right = _right(name)
     outside = jax.grad(mpjax.autocast(fun, policy))
     inside = mpjax.autocast(jax.grad(fun), policy)
     for got in (jax.jit(outside)(W, X, Y), jax.jit(inside)(W, X, Y)):
