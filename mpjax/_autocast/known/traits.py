@@ -13,7 +13,7 @@ add_any                                 | fusible alone stays_kept adds linear h
 mul                                     | fusible alone stays_kept hands_on scales of_totals parts
 div                                     | fusible alone stays_kept hands_on scales of_totals parts
 neg                                     | fusible chooses hands_on parts
-rem                                     | fusible native stays_kept
+rem                                     | fusible native stays_kept angles
 abs copy stop_gradient                  | fusible chooses
 max                                     | fusible alone stays_kept chooses accumulates of_norms of_totals widened limits
 min                                     | fusible alone stays_kept chooses accumulates of_norms widened limits
@@ -227,7 +227,7 @@ DISTANCES = _having("distances")
 """Reads how far its operand is from 0, 1 or -1: `log` near 1, `acos` at both ends."""
 
 ANGLES = _having("angles")
-"""Has a period, beside which a rounding of its operand may be large, as that of `sin(300 + z)`."""
+"""Has a period, beside which a rounding may be large: `sin(300 + z)`, `(300 + z) % 24`."""
 
 DECIDES = _having("decides")
 """Compares: rounded, values may be equal, or on the other side of a threshold."""

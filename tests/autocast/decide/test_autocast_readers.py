@@ -387,7 +387,7 @@ def test_explain_says_why_a_product_is_float32_and_what_to_type_to_have_it_low(f
 
 
 ALMOST_THE_SAME = "a value that may be almost the same is subtracted from it by sub, test_autocast_"
-ANGLE = "rounded, a large angle is another one: read by sin, test_autocast_readers.py:"
+ANGLE = "rounded, a large angle or remainder is another one: read by "
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,9 @@ ANGLE = "rounded, a large angle is another one: read by sin, test_autocast_reade
             ALMOST_THE_SAME,
         ),
         (lambda x, w: (lambda u: u - x[:, :6])(x[:, :6] + x @ w) @ w.T, "add", ALMOST_THE_SAME),
-        (lambda x, w: jnp.sin(x[:, :6] + jnp.tanh(x @ w)) @ w.T, "add", ANGLE),
+        (lambda x, w: jnp.sin(x[:, :6] + jnp.tanh(x @ w)) @ w.T, "add", ANGLE + "sin, test_"),
+        (lambda x, w: lax.rem(x[:, :6] + jnp.tanh(x @ w), x[:, 6:12]) @ w.T, "add", ANGLE + "rem"),
+        (lambda x, w: jnp.fmod(jnp.tanh(x @ w), 0.1) @ w.T, "tanh", "its distance to a constant"),
     ],
 )
 def test_explain_says_what_is_not_rounded_before_a_difference_or_a_sine(fun, operation, says):
