@@ -42,15 +42,15 @@ from mpjax import autocast
 
 # What is checked are autocast's decisions, which hardly depend on JAX's version; seams do.
 IS_FLOOR = jax.__version_info__ < (0, 11)
-PROGRAMS = int(os.environ.get("MPJAX_FUZZ_PROGRAMS", "40" if IS_FLOOR else "2000"))
+PROGRAMS = int(os.environ.get("MPJAX_FUZZ_PROGRAMS", "40" if IS_FLOOR else "1000"))
 SEED = int(os.environ.get("MPJAX_FUZZ_SEED", random.SystemRandom().randrange(10**6)))
 BY_HAND = "MPJAX_FUZZ_PROGRAMS" in os.environ
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 SHARDS = 1 if IS_FLOOR else 20
-# Half a shard in each run of the tests; CI's stage `fuzz` and a run by hand take all of them.
-IN_EACH_RUN = PROGRAMS // SHARDS if IS_FLOOR else PROGRAMS // SHARDS // 2
+# A shard in each run of the tests; CI's stage `fuzz` and a run by hand take all of them.
+IN_EACH_RUN = PROGRAMS // SHARDS
 ALL_SHARDS = [
-    *([] if BY_HAND else [pytest.param(0, IN_EACH_RUN, id="half", marks=pytest.mark.share)]),
+    *([] if BY_HAND else [pytest.param(0, IN_EACH_RUN, id="one", marks=pytest.mark.share)]),
     *(
         pytest.param(shard, PROGRAMS // SHARDS, marks=[] if BY_HAND else pytest.mark.slow)
         for shard in range(SHARDS)
