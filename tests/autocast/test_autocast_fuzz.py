@@ -47,14 +47,10 @@ SEED = int(os.environ.get("MPJAX_FUZZ_SEED", random.SystemRandom().randrange(10*
 BY_HAND = "MPJAX_FUZZ_PROGRAMS" in os.environ
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 SHARDS = 1 if IS_FLOOR else 20
-# A shard in each run of the tests; CI's stage `fuzz` and a run by hand take all of them.
-IN_EACH_RUN = PROGRAMS // SHARDS
+# The first in each run of the tests; CI's stage `fuzz` takes the others, a run by hand takes all.
 ALL_SHARDS = [
-    *([] if BY_HAND else [pytest.param(0, IN_EACH_RUN, id="one", marks=pytest.mark.share)]),
-    *(
-        pytest.param(shard, PROGRAMS // SHARDS, marks=[] if BY_HAND else pytest.mark.slow)
-        for shard in range(SHARDS)
-    ),
+    pytest.param(shard, marks=pytest.mark.slow if shard and not BY_HAND else [])
+    for shard in range(SHARDS)
 ]
 _REFUSED = "JAX itself refuses the program"
 
@@ -89,8 +85,8 @@ def _verdict(program, mode, policy, small):
     return check_values(case, POLICIES[policy])
 
 
-@pytest.mark.parametrize(("shard", "count"), ALL_SHARDS)
-def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(shard, count):
+@pytest.mark.parametrize("shard", ALL_SHARDS)
+def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(shard):
     verdicts: collections.Counter[str] = collections.Counter()
 
     def run(rng):
@@ -105,7 +101,7 @@ def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(shard, 
             raise
         verdicts[verdict.reason or "compared"] += 1
 
-    _each(count, shard, run)
+    _each(PROGRAMS // SHARDS, shard, run)
     # What could not be compared is known: a run that compares little would prove little.
     assert verdicts["compared"] >= 0.6 * verdicts.total(), verdicts
     assert verdicts[_REFUSED] <= 0.03 * verdicts.total(), verdicts

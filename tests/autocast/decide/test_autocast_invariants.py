@@ -62,15 +62,9 @@ def _errors(got, right):
 
 
 @functools.cache
-def _right(name):
-    loss = lambda x: INVARIANTS[name](_gram(x), CUTS["uncut"])  # noqa: E731
-    with jax.enable_x64(True):
-        return _both(loss, _walk().astype(np.float64))
-
-
-@functools.cache
-def _by_hand(name, policy):
-    loss = lambda x: INVARIANTS[name](_gram(x, LOW[policy]), CUTS["uncut"])  # noqa: E731
+def _uncut(name, low=None):
+    """In float64, of a product of what was cast to `low`."""
+    loss = lambda x: INVARIANTS[name](_gram(x, low), CUTS["uncut"])  # noqa: E731
     with jax.enable_x64(True):
         return _both(loss, _walk().astype(np.float64))
 
@@ -82,7 +76,7 @@ def _by_hand(name, policy):
 def test_law_of_invariants_the_errors_are_those_of_a_product_cast_by_hand(name, cut, policy):
     loss = lambda x: INVARIANTS[name](_gram(x), CUTS[cut])  # noqa: E731
     autocast = _both(mpjax.autocast(loss, policy), _walk())
-    got, hand = (_errors(a, _right(name)) for a in (autocast, _by_hand(name, policy)))
+    got, hand = (_errors(a, _uncut(name)) for a in (autocast, _uncut(name, LOW[policy])))
     assert all(a <= 2 * max(b, 2**-7) for a, b in zip(got, hand, strict=True)), (got, hand)
 
 
