@@ -415,6 +415,16 @@ def test_explain_says_what_is_not_rounded_before_a_difference_or_a_sine(fun, ope
     pytest.fail(f"no row of {operation}")
 
 
+@pytest.mark.parametrize("periodic", [jnp.sin, lambda z: jnp.fmod(z, 24), lambda z: z % 24])
+def test_what_a_sine_or_a_remainder_reads_of_a_product_is_as_it_was_added_up(periodic):
+    fun = mpjax.autocast(lambda x, w: periodic(1000 + 8 * (x @ w)) @ w.T, "bf16-mixed")
+    eqns = jax.make_jaxpr(fun)(X, W).eqns
+    products = [e for e in eqns if e.primitive.name == "dot_general"]
+    assert all(v.aval.dtype == jnp.bfloat16 for e in products for v in e.invars)
+    rounded = [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "linked_product"]
+    assert rounded == [jnp.float32, jnp.float32]
+
+
 NOT_CANCELLING = {
     "a norm behind a product": lambda x, w: (lambda h: h - h.mean(1, keepdims=True))(x @ w) @ w.T,
     "two products of one input": lambda x, w: (x[:, :8] @ w[:8] + x[:, :8] @ w[8:]) @ w.T,
