@@ -64,7 +64,9 @@ def decide(
     if first.phase == BACKWARD and subject.scaled and scale > 1:
         fitting = _fitting_scale(plan, again, scale)  # cotangents grow with it: try lower ones
         if fitting is not None:
-            return _scale_too_high(first, dtype, scale, fitting)
+            operand = again.operand(number)  # a product rounds the cotangent that it reads
+            read_in = dtype if operand is None else plan.sites[operand].dtype
+            return _scale_too_high(first, read_in, scale, fitting)
     by_range = passes_range(plan, read, number) and first.operation not in _POLES
     if is_narrow(dtype) and by_range:
         fix = (

@@ -182,6 +182,19 @@ def test_an_inf_among_data_is_told_from_a_mask(policy, value):
     assert "'batch/mask'" in report.cause.text
 
 
+def test_a_scale_too_high_names_the_dtype_in_which_a_product_reads_the_cotangent():
+    """The product's result is float32, as the last one of few columns: it rounds the cotangent."""
+
+    def loss(params, x):
+        return jnp.mean((jnp.tanh(x @ params[0]) @ params[1] - 1) ** 2)
+
+    params = [jnp.ones((4, 64)), jnp.ones((64, 1))]
+    cause = diagnose(loss, "16-mixed", loss_scale=2.0**24)(params, X).cause
+    assert cause.kind == "loss_scale"
+    assert "a cotangent in dot_general" in cause.text
+    assert "passes 65504." in cause.text
+
+
 def test_a_gradient_beyond_range_at_scale_1_is_told_from_a_scale_too_high():
     def loss(w, x):
         with jax.named_scope("steep"):

@@ -132,7 +132,9 @@ def _is_result_exact(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:
         return True
     if read & read_flags.SCALED and low == FLOAT16:
         return True
-    if not read & read_flags.FORWARD and (read & read_flags.NEAR or _is_of_made(values, eqn)):
+    if not read & read_flags.FORWARD and (
+        read & read_flags.NEAR or _is_of_made(values, eqn) or _is_by_a_narrow_weight(values, eqn)
+    ):
         return True
     if read & read_flags.LATER:
         return False
@@ -143,6 +145,16 @@ def _is_of_made(values: Rounding, eqn: Eqn) -> bool:
     """Whether products made both operands of one that is no part of a derivative."""
     made = (facts.of_atom(v, values.facts).flags for v in eqn.invars[:2])
     return not scopes.is_transposed(eqn) and all(f & fact_flags.PRODUCT for f in made)
+
+
+def _is_by_a_narrow_weight(values: Rounding, eqn: Eqn) -> bool:
+    """Whether a product that is no part of a derivative has few columns, as one of a head."""
+    unmade = [
+        i
+        for i, v in enumerate(eqn.invars[:2])
+        if not facts.of_atom(v, values.facts).flags & fact_flags.PRODUCT
+    ]
+    return not scopes.is_transposed(eqn) and any(contraction.is_narrow(eqn, i) for i in unmade)
 
 
 def _may_overflow(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:

@@ -14,6 +14,8 @@ from mpjax._jaxpr.op_rules import PRODUCTS
 
 FEW = 4
 """So few terms are no work for a matrix unit."""
+NARROW = 8
+"""A product of so many times fewer columns than terms writes little of what it reads."""
 MANY = 1 << 30
 """The number of terms where a dimension is symbolic, or where groups decide."""
 
@@ -53,6 +55,23 @@ def has_batch_axes(eqn: Eqn) -> bool:
 def is_short(size: Any) -> bool:
     """Whether an axis is as short as those of a rotation."""
     return isinstance(size, int) and size <= FEW
+
+
+def is_narrow(eqn: Eqn, operand: int) -> bool:
+    """Whether a product by an operand, as by the weights of a head, writes little of what it reads.
+
+    Example: `h @ w` of 64 features and one output. Rounding its result would save nothing.
+    """
+    shape = eqn.invars[operand].aval.shape
+    if eqn.primitive.name == "dot_general":
+        columns, read = free_axes(eqn, operand), terms(eqn)
+    elif eqn.primitive.name == "conv_general_dilated" and operand == 1:
+        numbers = eqn.params["dimension_numbers"]
+        columns = [shape[numbers.rhs_spec[0]], *eqn.params["lhs_dilation"]]
+        read = eqn.invars[0].aval.shape[numbers.lhs_spec[1]]
+    else:
+        return False
+    return all(isinstance(n, int) for n in columns) and math.prod(columns) * NARROW <= read
 
 
 def is_product(eqn: Eqn) -> bool:
