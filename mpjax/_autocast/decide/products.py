@@ -1,7 +1,8 @@
 """Decides about products: whether their operands are low, and whether their own result is.
 
 A product reads low operands and adds up in float32. What it added up is rounded, unless a reader
-needs it as it is, or nothing is gained by that: the last product of a program, or a gradient.
+needs it as it is, or nothing is gained by that: the last product of a program, one of a head of few
+columns, or a gradient.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _cuts import AROUND
+from _metamorphic import DTYPES, POLICIES
+from jax import lax
 
 import mpjax
 
@@ -58,6 +60,60 @@ def test_law_of_similarities_a_softmax_reads_them_as_they_were_added_up(policy, 
     inside = mpjax.autocast(jax.grad(fun), policy)
     for got in (jax.jit(outside)(W, X, Y), jax.jit(inside)(W, X, Y)):
         assert np.linalg.norm(got - right) < most * np.linalg.norm(right)
+
+
+# Unit vectors, as people write them, and what a loss reads of two that are nearly the same.
+UNITS = {
+    "by rsqrt": lambda z: z * lax.rsqrt((z * z).sum(-1, keepdims=True) + 1e-8),
+    "by sqrt": lambda z: z / jnp.sqrt((z * z).sum(-1, keepdims=True) + 1e-8),
+    "by a norm": lambda z: z / jnp.maximum(jnp.linalg.norm(z, axis=-1, keepdims=True), 1e-12),
+}
+OF_TWO_VIEWS = {
+    "distances": lambda a, b: jnp.mean(1 - (a * b).sum(-1)),
+    "a distance": lambda a, b: 1 - jnp.mean((a * b).sum(-1)),
+    "cosines": lambda a, b: -jnp.mean((a * b).sum(-1)),
+    "by einsum": lambda a, b: 1 - jnp.mean(jnp.einsum("nd,nd->n", a, b)),
+}
+NEAR = (X + 0.02 * _RNG.normal(size=X.shape)).astype(np.float32)
+
+
+def _of_views(unit, loss, cut, low=jnp.float32):
+    def fun(w, x, y):
+        def view(x):
+            z = jnp.matmul(x.astype(low), w.astype(low), preferred_element_type=jnp.float32)
+            return UNITS[unit](z)
+
+        view = AROUND[cut](view)
+        return 1024 * OF_TWO_VIEWS[loss](view(x), view(y))  # as a loss scale, for float16
+
+    return fun
+
+
+@functools.cache
+def _right_and_least_of_views(low):
+    """The gradient of all the losses, and the error where nothing but operands is rounded."""
+    right, least = (
+        jax.grad(_of_views("by rsqrt", "distances", "uncut", d)) for d in (jnp.float32, low)
+    )
+    right, least = right(W, X, NEAR), least(W, X, NEAR)
+    return right, np.linalg.norm(least - right)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("cut", AROUND)
+@pytest.mark.parametrize("loss", OF_TWO_VIEWS)
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_law_of_the_last_product_cotangents_of_what_is_behind_it_are_not_rounded(
+    dtype, unit, loss, cut
+):
+    """A norm's derivative takes off what is along its result: here, nearly all of a cotangent."""
+    fun = _of_views(unit, loss, cut)
+    right, least = _right_and_least_of_views(DTYPES[dtype])
+    outside = jax.grad(mpjax.autocast(fun, POLICIES[dtype]))
+    inside = mpjax.autocast(jax.grad(fun), POLICIES[dtype])
+    for got in (jax.jit(outside)(W, X, NEAR), jax.jit(inside)(W, X, NEAR)):
+        assert np.linalg.norm(got - right) < 1.5 * least
 
 
 def test_the_logits_of_a_layer_and_scores_before_one_are_rounded():
