@@ -162,22 +162,13 @@ class Rounding:
 
         In a derivative taken inside the program products come later: those of the backward pass.
         What is behind the last product of the forward pass still is, unless it was made, for that
-        derivative, of what stands before. So are the cotangents of such values, up to the first
-        product of the backward pass: where the gradient is outside, nothing rounds them either.
+        derivative, of what stands before.
         """
         if not read & read_flags.LATER:
             return True
-        if read & read_flags.FORWARD:
+        if read & read_flags.FORWARD or scopes.is_transposed(eqn):
             return False
-        operands = compat.variables(eqn)
-        if scopes.is_transposed(eqn) and any(map(self.may_be_pulled, operands)):
-            return False
-        return not any(map(self.is_before_a_product, operands))
-
-    def may_be_pulled(self, atom: Any) -> bool:
-        """Whether a product of the backward pass may have gone into a value, here or in a turn."""
-        flags = facts.of_atom(atom, self.facts).flags
-        return bool(flags & (fact_flags.PULLED | fact_flags.CARRY))
+        return not any(map(self.is_before_a_product, compat.variables(eqn)))
 
     def is_before_a_product(self, atom: Any) -> bool:
         """Whether a product of the forward pass depends on a value, here or where we are called."""

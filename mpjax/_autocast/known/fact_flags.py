@@ -55,8 +55,6 @@ STENCIL = 1 << 17
 """
 AMOUNTS = 1 << 18
 """Constants that are no layer's weights, such as coordinates and prices; made of these alone."""
-PULLED = 1 << 26
-"""A product of a derivative went into it: a cotangent that went back through a layer."""
 # The flags from `1 << 19` to `1 << 25` are those of `ranges`.
 _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
@@ -96,7 +94,7 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
       every: those that all have.
     """
     name = eqn.primitive.name
-    flags = some & (PRODUCT | PULLED) | signs(eqn, floats) | _of_matrices(eqn, floats, some, every)
+    flags = some & PRODUCT | signs(eqn, floats) | _of_matrices(eqn, floats, some, every)
     if name not in PRODUCTS:
         flags |= some & (CARRY | ENTERED if name in _PRESERVE_ENTERED else CARRY)
     if name not in _END_A_STREAM:
@@ -293,7 +291,7 @@ def joins_a_stream(floats: Sequence[Any]) -> bool:
 
 def of_branches(some: int, every: int) -> int:
     """Returns the flags of one of several values, `where(c, a, b)`: of those of some, of all."""
-    return some & (PRODUCT | PULLED | STREAM) | _of_several(some, every) | larger_offset(some)
+    return some & (PRODUCT | STREAM) | _of_several(some, every) | larger_offset(some)
 
 
 def larger_offset(some: int) -> int:

@@ -36,7 +36,6 @@ from mpjax._autocast.known.fact_flags import (
     NEGATED,
     OFFSET,
     PRODUCT,
-    PULLED,
     REPEATED,
     SCALAR,
 )
@@ -375,7 +374,7 @@ class _Walk:
         if contraction.adds_nothing(eqn):
             return Fact(flags, roots=frozenset({term.number}))
         if is_product:
-            flags = flags & ~OFFSET | PRODUCT | (PULLED if flags & DERIVED else 0)
+            flags = flags & ~OFFSET | PRODUCT
         return self.summed(term, flags, floats[:2])
 
     def summed(self, term: terms.Term, flags: int, of: Sequence[Fact]) -> Fact:
@@ -410,7 +409,7 @@ class _Walk:
             names[n] = self.number()
         if any(names[n] < 0 for n in used):
             # Of a loop's carry: another in each turn.
-            return Fact(fact.flags & (PRODUCT | PULLED | OFFSET), roots=self.root())
+            return Fact(fact.flags & (PRODUCT | OFFSET), roots=self.root())
         return _renumbered(fact, names.__getitem__)
 
     def joined(self, outs: Sequence[Fact], var: Any) -> Fact:

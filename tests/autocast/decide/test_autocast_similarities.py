@@ -62,6 +62,10 @@ def test_law_of_similarities_a_softmax_reads_them_as_they_were_added_up(policy, 
         assert np.linalg.norm(got - right) < most * np.linalg.norm(right)
 
 
+def _cosines(a, b):
+    return (a * b).sum(-1)
+
+
 # Unit vectors, as people write them, and what a loss reads of two that are nearly the same.
 UNITS = {
     "by rsqrt": lambda z: z * lax.rsqrt((z * z).sum(-1, keepdims=True) + 1e-8),
@@ -69,10 +73,14 @@ UNITS = {
     "by a norm": lambda z: z / jnp.maximum(jnp.linalg.norm(z, axis=-1, keepdims=True), 1e-12),
 }
 OF_TWO_VIEWS = {
-    "distances": lambda a, b: jnp.mean(1 - (a * b).sum(-1)),
-    "a distance": lambda a, b: 1 - jnp.mean((a * b).sum(-1)),
-    "cosines": lambda a, b: -jnp.mean((a * b).sum(-1)),
-    "by einsum": lambda a, b: 1 - jnp.mean(jnp.einsum("nd,nd->n", a, b)),
+    "distances": lambda a, b, w: jnp.mean(1 - _cosines(a, b)),
+    "a distance": lambda a, b, w: 1 - jnp.mean(_cosines(a, b)),
+    "cosines": lambda a, b, w: -jnp.mean(_cosines(a, b)),
+    "by einsum": lambda a, b, w: 1 - jnp.mean(jnp.einsum("nd,nd->n", a, b)),
+    "beside a layer": lambda a, b, w: jnp.mean(1 - _cosines(a, b) + 1e-3 * jnp.tanh(a @ w.T)[:, 0]),
+    "angles beside a layer": lambda a, b, w: jnp.mean(
+        jnp.arccos(jnp.clip(_cosines(a, b), -1, 1)) + 1e-2 * jnp.tanh(a @ w.T)[:, 0]
+    ),
 }
 NEAR = (X + 0.02 * _RNG.normal(size=X.shape)).astype(np.float32)
 
@@ -84,17 +92,15 @@ def _of_views(unit, loss, cut, low=jnp.float32):
             return UNITS[unit](z)
 
         view = AROUND[cut](view)
-        return 1024 * OF_TWO_VIEWS[loss](view(x), view(y))  # as a loss scale, for float16
+        return 1024 * OF_TWO_VIEWS[loss](view(x), view(y), w)  # as a loss scale, for float16
 
     return fun
 
 
 @functools.cache
-def _right_and_least_of_views(low):
-    """The gradient of all the losses, and the error where nothing but operands is rounded."""
-    right, least = (
-        jax.grad(_of_views("by rsqrt", "distances", "uncut", d)) for d in (jnp.float32, low)
-    )
+def _right_and_least_of_views(loss, low):
+    """The gradient of a loss, and the error where nothing but operands is rounded."""
+    right, least = (jax.grad(_of_views("by rsqrt", loss, "uncut", d)) for d in (jnp.float32, low))
     right, least = right(W, X, NEAR), least(W, X, NEAR)
     return right, np.linalg.norm(least - right)
 
@@ -104,12 +110,13 @@ def _right_and_least_of_views(low):
 @pytest.mark.parametrize("loss", OF_TWO_VIEWS)
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_law_of_the_last_product_cotangents_of_what_is_behind_it_are_not_rounded(
-    dtype, unit, loss, cut
-):
-    """A norm's derivative takes off what is along its result: here, nearly all of a cotangent."""
+def test_law_of_cotangents_each_is_as_its_value_also_behind_a_norm(dtype, unit, loss, cut):
+    """Distances are read unrounded, so that of a norm's result neither it nor its cotangent is.
+
+    Its derivative takes off what is along the result: here, nearly all of the cotangent.
+    """
     fun = _of_views(unit, loss, cut)
-    right, least = _right_and_least_of_views(DTYPES[dtype])
+    right, least = _right_and_least_of_views(loss, DTYPES[dtype])
     outside = jax.grad(mpjax.autocast(fun, POLICIES[dtype]))
     inside = mpjax.autocast(jax.grad(fun), POLICIES[dtype])
     for got in (jax.jit(outside)(W, X, NEAR), jax.jit(inside)(W, X, NEAR)):

@@ -4,6 +4,9 @@ A norm computes in float32, and its result is float32. Where a product reads tha
 rounded; where one comes later (a branch that is normalised before it is added to a stream, an
 activation whose channels are gated by their means) a layer that is cast by hand gives a low one
 too. So it may be low if it is stored: without that, the stream behind it is float32 for good.
+
+That is so of the forward pass. A cotangent is as low as the value that it belongs to: a norm's
+derivative takes off what is along its result, which may be nearly all of a cotangent.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpjax._autocast.decide import read_flags
-from mpjax._autocast.known import norms
+from mpjax._autocast.known import norms, scopes
 from mpjax._base import compat
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
@@ -25,7 +28,7 @@ NONE: Made = (frozenset(), frozenset(), frozenset())
 def of_program(program: Any) -> Made:
     """Returns what norms made in a program, and those of it that `by_readers` tells apart."""
     jaxpr = compat.closed(program).jaxpr
-    made = norms.results(jaxpr.eqns)
+    made = norms.results([eqn for eqn in jaxpr.eqns if not scopes.is_transposed(eqn)])
     return made, *by_readers(jaxpr, made)
 
 
