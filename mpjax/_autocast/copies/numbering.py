@@ -106,9 +106,11 @@ class Numbering:
         decisions: Mapping[Any, Decision],
         flags: Mapping[Any, int],
     ) -> list[Numbered]:
-        jaxpr = compat.closed(program).jaxpr
+        closed = compat.closed(program)
+        jaxpr = closed.jaxpr
         env = dict(zip(jaxpr.invars, inputs, strict=True))
-        env.update((v, Numbered(self._of(("constant", v)))) for v in jaxpr.constvars)
+        for v, value in zip(jaxpr.constvars, closed.consts, strict=True):
+            env[v] = Numbered(self._of(("constant", id(value))))  # programs inside hold it too
         literal = self._literal
         for eqn in jaxpr.eqns:
             operands = [literal(v) if compat.is_literal(v) else env[v] for v in eqn.invars]
@@ -161,6 +163,8 @@ class Numbering:
         first = self._of((name, *keys.printed_params(eqn), shape, *operands))
         numbers = [first, *(self._of((first, i)) for i in range(1, len(outs)))]
         if self._constants.issuperset(operands):
+            if name == "rev":  # a convolution's gradient reads the kernel so
+                return operands
             self._constants.update(numbers)
             if name == "broadcast_in_dim" and self._uniform.issuperset(operands):
                 self._uniform.update(numbers)

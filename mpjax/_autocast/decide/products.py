@@ -57,8 +57,8 @@ def decide(
     how, why, low = eight_bits.config(eqn, settings, low, exact=bool(read & read_flags.RUINED))
     operands = [values.state(v) for v in eqn.invars]
     reason = _why_not_low(values, eqn, kind, low, read)
-    flag = 0 if reason else of_losses.keeps_from_low(read)
-    if flag:
+    flag = of_losses.keeps_from_low(read)
+    if flag and not reason:
         reason = reasons.of_product(flag)
     if flag or reason in reasons.OUT_OF_RANGE:
         values.changed = True  # it has a row, and equals others

@@ -47,7 +47,7 @@ def linear(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
     # What differs by turn, as the weights of layers do, counts as made of all carries.
     each = _each(len(opened.invars))
     layers = [LinearSets(-1)] * (len(each) - consts - carries)
-    outs = structure.outputs(opened, [*each[: consts + carries], *layers], _made, _NONE)
+    outs = _through(body, (*each[: consts + carries], *layers))
     made = [LinearSets(*(bits >> consts & ours for bits in way)) for way in outs[:carries]]
     if not any(way.by_product for way in made):
         return (False,) * carries
@@ -59,12 +59,6 @@ def linear(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
         and not any(made[k].otherwise & c for k in places(c))
         for c in around
     )
-
-
-@by_program
-def _of_program(program: Any) -> tuple[LinearSets, ...]:
-    jaxpr = compat.closed(program).jaxpr
-    return structure.outputs(jaxpr, _each(len(jaxpr.invars)), _made, _NONE)
 
 
 def _each(count: int) -> list[LinearSets]:
@@ -100,23 +94,13 @@ def _multiplied(first: LinearSets, second: LinearSets, *, divides: bool) -> Line
     )
 
 
-def _through(program: Any, inputs: Sequence[LinearSets]) -> list[LinearSets]:
-    return [_entered(made, inputs) for made in _of_program(program)]
+@by_program
+def _through(program: Any, inputs: tuple[LinearSets, ...]) -> tuple[LinearSets, ...]:
+    """Returns the sets of a program's outputs, given those of its inputs, as if it were inlined.
 
-
-def _entered(made: LinearSets, inputs: Sequence[LinearSets]) -> LinearSets:
-    """Returns the same of what the inputs are made of."""
-
-    def of(bits: int) -> LinearSets:
-        return _joined([inputs[i] for i in places(bits)])
-
-    linear, by_product = of(made.linear), of(made.by_product)
-    return LinearSets(
-        of(made.all).all,
-        linear.linear,
-        linear.by_product | by_product.linear | by_product.by_product,
-        linear.otherwise | by_product.otherwise | of(made.otherwise).all,
-    )
+    Both factors of a product inside may be made of the same carry outside: `ct * slope(z)`.
+    """
+    return structure.outputs(compat.closed(program).jaxpr, inputs, _made, _NONE)
 
 
 def _joined(several: Sequence[LinearSets]) -> LinearSets:

@@ -139,3 +139,16 @@ def test_an_iteration_by_a_function_that_is_not_linear_is_low(name):
         return lax.scan(lambda v, _: (FUNCTIONS[name](v @ a + x), None), x, None, 20)[0]
 
     assert _dtypes(iterated, X[:, :8], np.ones((8, 8), np.float32)) == ["bf16"]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "a softmax"])
+def test_the_gradient_of_such_an_iteration_is_low_in_any_cut(name, cut):
+    """`ct + slope * ct @ a.T` is linear in `ct`, and its slope is another one in each turn."""
+
+    def loss(a, x):
+        turn = CUTS[cut](lambda v: v + FUNCTIONS[name](v @ a) @ a.T / 20)
+        return jnp.mean(lax.scan(lambda v, _: (turn(v), None), x, None, 20)[0] ** 2)
+
+    dtypes = _dtypes(jax.value_and_grad(loss), np.ones((8, 24), np.float32), X[:, :8])
+    assert set(dtypes) == {"bf16"}
