@@ -149,12 +149,13 @@ def _is_of_made(values: Rounding, eqn: Eqn) -> bool:
 
 
 def _is_by_a_narrow_weight(values: Rounding, eqn: Eqn) -> bool:
-    """Whether a product that is no part of a derivative has few columns, as one of a head."""
-    unmade = [
-        i
-        for i, v in enumerate(eqn.invars[:2])
-        if not facts.of_atom(v, values.facts).flags & fact_flags.PRODUCT
-    ]
+    """Whether a product that is no part of a derivative has few columns, as one of a head.
+
+    Columns are those of the weights: rows may be few because a batch is small.
+    """
+    made = fact_flags.PRODUCT | fact_flags.CARRY
+    flags = (facts.of_atom(v, values.facts).flags for v in eqn.invars[:2])
+    unmade = [i for i, f in enumerate(flags) if not f & made]
     return not scopes.is_transposed(eqn) and any(contraction.is_narrow(eqn, i) for i in unmade)
 
 

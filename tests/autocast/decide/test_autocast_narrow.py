@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _cuts import AROUND
+from _differential import equations
 from _evaluate import exactly, off, run
 from _metamorphic import DTYPES, POLICIES, hand_cast
 from jax import lax
@@ -78,9 +79,10 @@ def test_law_of_the_last_product_of_few_columns_large_targets_are_met(dtype, hea
 
 
 def _results(fun, *args):
-    eqns = jax.make_jaxpr(mpjax.autocast(fun, "bf16-mixed"))(*args).eqns
+    program = jax.make_jaxpr(mpjax.autocast(fun, "bf16-mixed"))(*args)
     products = {"dot_general", "conv_general_dilated"}
-    return [e.outvars[0].aval.dtype for e in eqns if e.primitive.name in products]
+    made = (e for e in equations(program) if e.primitive.name in products)
+    return [e.outvars[0].aval.dtype for e in made]
 
 
 def test_the_result_of_a_last_product_is_rounded_where_it_is_wide():
@@ -107,3 +109,14 @@ def test_a_batch_does_not_change_whether_logits_are_rounded():
 
     for x in (X[0], X[:1], X, np.stack([X, X])):
         assert _results(loss, x, W, table) == [jnp.bfloat16] * 2
+
+
+def test_logits_that_a_loop_makes_of_its_carry_are_rounded():
+    def loss(w, v):
+        def turn(h, x):
+            return jnp.tanh(x @ w + h), h @ v
+
+        rows = jnp.asarray(X).reshape(12, 2, 16)
+        return jax.nn.logsumexp(lax.scan(turn, jnp.zeros((2, 64)), rows)[1]).sum()
+
+    assert _results(loss, W, np.zeros((64, 200), np.float32)) == [jnp.float32, jnp.bfloat16]
