@@ -19,7 +19,7 @@ from mpjax._autocast.decide.decided import Action, Decision, unchanged_products
 from mpjax._autocast.decide.reasons import By
 from mpjax._autocast.decide.states import Kind
 from mpjax._autocast.eight_bits import quantized
-from mpjax._autocast.known import named_attention, scopes, traits
+from mpjax._autocast.known import named_attention, scopes
 from mpjax._autocast.why import readers
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32, short_name
@@ -306,9 +306,10 @@ def _named(reason: reasons.Reason, eqn: Eqn, asking: dict[Any, readers.Reader]) 
     """Returns the sentence of a reason, with the name of the operation that reads the value."""
     if reason.by is not By.READER:
         return reason.text
-    reader = asking.get(eqn.outvars[0], "another operation")
-    is_angle = reason == reasons.NEAR and getattr(reader, "name", "") in traits.ANGLES
-    return (reasons.ANGLE if is_angle else reason).text.format(reader)
+    reader = asking.get(eqn.outvars[0])
+    if reason == reasons.NEAR and reader is not None and reader.of_an_angle:
+        reason = reasons.ANGLE
+    return reason.text.format(reader or "another operation")
 
 
 def _where_stored(eqn: Eqn, dtype: Any, stored: dict[Any, bool | None]) -> str:

@@ -15,7 +15,7 @@ from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.must import conditioned
-from mpjax._autocast.known import fusible, scopes
+from mpjax._autocast.known import fusible, scopes, traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
@@ -27,6 +27,7 @@ class Reader:
 
     name: str
     where: str
+    of_an_angle: bool = False  # it is a sine, a remainder, or a function that holds one
 
     def __str__(self) -> str:
         return f"{self.name}, {self.where}" if self.where else self.name
@@ -83,10 +84,12 @@ def _operands(plan: Plan, decision: Decision, outs: Readers) -> Readers:
     first = next((r for r in outs if r is not None), None)
     if decision.call is not None:
         return _of_call(decision, outs)
-    own = Reader(_name(eqn), _where(eqn))
+    own = _reader(eqn)
     if fusible.is_fusible_function(eqn):
         return [first or own] * len(eqn.invars)
     out_read = functools.reduce(operator.or_, (plan.reads.get(v, 0) for v in eqn.outvars), 0)
+    if first is not None and first.of_an_angle and eqn.primitive.name in traits.HANDS_ON:
+        return [first] * len(eqn.invars)  # a shift by 300 matters to the sine behind it
     is_own = bool(conditioned.of_itself(eqn, out_read, plan.facts)) or conditioned.ruins(eqn)
     stops = decision.action is Action.PRODUCT
     return [own if is_own else None if stops else first] * len(eqn.invars)
@@ -108,9 +111,11 @@ def _of_call(decision: Decision, outs: Readers) -> Readers:
     return by_operand
 
 
-def _name(eqn: Eqn) -> str:
+def _reader(eqn: Eqn) -> Reader:
     is_function = structure.single_program(eqn) is not None
-    return structure.function_name(eqn) if is_function else eqn.primitive.name
+    name = structure.function_name(eqn) if is_function else eqn.primitive.name
+    inside = fusible.operations(eqn) if fusible.is_fusible_function(eqn) else {name}
+    return Reader(name, _where(eqn), not traits.ANGLES.isdisjoint(inside))
 
 
 def _where(eqn: Eqn) -> str:

@@ -403,7 +403,8 @@ ANGLE = "rounded, a large angle or remainder is another one: read by "
         (lambda x, w: (lambda u: u - x[:, :6])(x[:, :6] + x @ w) @ w.T, "add", ALMOST_THE_SAME),
         (lambda x, w: jnp.sin(x[:, :6] + jnp.tanh(x @ w)) @ w.T, "add", ANGLE + "sin, test_"),
         (lambda x, w: lax.rem(x[:, :6] + jnp.tanh(x @ w), x[:, 6:12]) @ w.T, "add", ANGLE + "rem"),
-        (lambda x, w: jnp.fmod(jnp.tanh(x @ w), 0.1) @ w.T, "tanh", "its distance to a constant"),
+        (lambda x, w: jnp.fmod(jnp.tanh(x @ w), 0.1) @ w.T, "tanh", ANGLE + "fmod, test_"),
+        (lambda x, w: ((x @ w + 300) % 24) @ w.T, "add", ANGLE + "remainder, test_"),
     ],
 )
 def test_explain_says_what_is_not_rounded_before_a_difference_or_a_sine(fun, operation, says):
