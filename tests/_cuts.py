@@ -8,7 +8,7 @@ back, padded and cut. Plain JAX computes the same: what differs under autocast i
 import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -262,6 +262,19 @@ AROUND: dict[str, Callable[[Fun], Fun]] = {
     "scan": lambda fun: lambda *xs: lax.scan(lambda c, _: (c, fun(*xs)), 0, None, 1)[1][0],
 }
 """Boundaries around a function of arrays that gives one array, as an author writes them."""
+
+
+def in_turn(values: Sequence[str], *chosen: tuple[Iterable[str], str]) -> str:
+    """Returns one of some values for a case of a law: each meets each of the others' values.
+
+    A law of many heads, losses and cuts takes its losses in turn, or CI would run for hours.
+
+    Args:
+      values: the values.
+      chosen: for each other parameter its values, and that of the case.
+    """
+    places = (list(every).index(one) for every, one in chosen)
+    return list(values)[sum(places) % len(values)]
 
 
 # -- cutting ---------------------------------------------------------------------------------------

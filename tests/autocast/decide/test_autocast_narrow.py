@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _cuts import AROUND
+from _cuts import AROUND, in_turn
 from _differential import equations
 from _evaluate import exactly, off, run
 from _metamorphic import DTYPES, POLICIES, hand_cast
@@ -64,12 +64,12 @@ def _right_and_least(loss, dtype):
     return right, off(run(jax.value_and_grad(operands, (0, 1)), W, V), right)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cut", AROUND)
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_law_of_the_last_product_of_few_columns_large_targets_are_met(dtype, head, loss, cut):
+def test_law_of_the_last_product_of_few_columns_large_targets_are_met(dtype, head, cut):
+    loss = in_turn(LOSSES, (HEADS, head), (AROUND, cut))
     right, least = _right_and_least(loss, dtype)
     fun = _loss(head, loss, cut)
     outside = jax.value_and_grad(mpjax.autocast(fun, POLICIES[dtype]), (0, 1))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _cuts import AROUND
+from _cuts import AROUND, in_turn
 from _metamorphic import DTYPES, POLICIES
 from jax import lax
 
@@ -105,16 +105,16 @@ def _right_and_least_of_views(loss, low):
     return right, np.linalg.norm(least - right)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cut", AROUND)
 @pytest.mark.parametrize("loss", OF_TWO_VIEWS)
-@pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_law_of_cotangents_each_is_as_its_value_also_behind_a_norm(dtype, unit, loss, cut):
+def test_law_of_cotangents_each_is_as_its_value_also_behind_a_norm(dtype, loss, cut):
     """Distances are read unrounded, so that of a norm's result neither it nor its cotangent is.
 
     Its derivative takes off what is along the result: here, nearly all of the cotangent.
     """
+    unit = in_turn(UNITS, (OF_TWO_VIEWS, loss), (AROUND, cut))
     fun = _of_views(unit, loss, cut)
     right, least = _right_and_least_of_views(loss, DTYPES[dtype])
     outside = jax.grad(mpjax.autocast(fun, POLICIES[dtype]))
