@@ -43,7 +43,7 @@ def flags(value: Any) -> int:
     made = 0 if some.all() else ASSEMBLED
     if is_grid or (some.max() > 1 and not is_signed):
         made |= AMOUNTS
-    if is_signed and (is_grid or array.size <= _FEW) and _adds_up_to_0(array):
+    if is_signed and (is_grid or array.size <= _FEW) and _subtracts(array):
         made |= STENCIL | EITHER
     if is_signed and is_grid:
         made |= EITHER if some.max() > 0 else NEGATED
@@ -70,9 +70,16 @@ def _some(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return row[np.random.default_rng(0).integers(row.size, size=_MOST_READ)]
 
 
-def _adds_up_to_0(array: np.ndarray[Any, Any]) -> bool:
+def _subtracts(array: np.ndarray[Any, Any]) -> bool:
+    """Whether sums over an array's elements subtract, as those over `1, -2, 1`.
+
+    A matrix that turns by 90 degrees, or swaps places and signs, has one element in each row.
+    """
     total = abs(array.sum(dtype=np.float64))
-    return bool(total <= _EQUAL * np.abs(array).sum(dtype=np.float64))
+    if total > _EQUAL * np.abs(array).sum(dtype=np.float64):
+        return False
+    mixed = ((array < 0).any(axis) & (array > 0).any(axis) for axis in range(array.ndim))
+    return array.ndim != 2 or any(map(np.any, mixed))
 
 
 def _is_a_grid(numbers: np.ndarray[Any, Any]) -> bool:

@@ -126,8 +126,8 @@ def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
         is_by_a_number = any(f.flags & (CONSTANT | SCALAR) for f in floats)
         if is_by_a_number:
             return some & (UNDER | EXPONENTIAL | CHANCES)
-        if name == "mul":
-            return some & EXPONENTIAL
+        if name == "mul":  # a loss scale falls where a cotangent does not fit
+            return 0 if some & DERIVED else some & EXPONENTIAL
         return CHANCES if floats[0].flags & (EXPONENTIAL | CHANCES) else 0
     if name in traits.POWERS:
         return some & EXPONENTIAL

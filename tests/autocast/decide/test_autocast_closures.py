@@ -60,6 +60,13 @@ ARRAYS = {
     ),
     "a camera": (np.array([[1000, 0, 960], [0, 1000, 540.5], [0, 0, 1]]), AMOUNTS | ASSEMBLED),
     "a Laplacian": (np.array([1.0, -2.0, 1.0]), AMOUNTS | STENCIL | EITHER),
+    "one of a graph": (3 * np.eye(3) - np.ones((3, 3)), AMOUNTS | STENCIL | EITHER),
+    "slopes of neighbours": (
+        np.eye(3, 4, 1) - np.eye(3, 4),
+        AMOUNTS | ASSEMBLED | STENCIL | EITHER,
+    ),
+    "a turn by 90 degrees": (np.array([[0.0, 1.0], [-1.0, 0.0]]), AMOUNTS | ASSEMBLED | EITHER),
+    "signs": (np.diag([1.0, -1.0]), AMOUNTS | ASSEMBLED | EITHER),
     "a slope of three": (np.array([-1.5, 2.0, -0.5]), STENCIL | EITHER),
     "a derivative of a bell": (
         np.outer(np.exp(-(np.arange(-15, 16) ** 2) / 50.0), np.arange(-15, 16)),

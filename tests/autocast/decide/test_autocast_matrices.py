@@ -287,6 +287,13 @@ def _stream(x, w):
     return jnp.tanh(h @ w) @ w
 
 
+def _turned_gradient(x, w):
+    """A Hamiltonian network: its gradient is turned by a constant that swaps places and signs."""
+    turn = np.kron(np.array([[0, 1], [-1, 0]]), np.eye(4)).astype(np.float32)
+    gradient = jax.vmap(jax.grad(lambda x: (jnp.tanh(x @ w) @ w).sum()))(x)
+    return jnp.mean((gradient @ turn - x) ** 2)
+
+
 def _spectral_norm(x, w):
     return jnp.tanh(x @ (w / jnp.linalg.norm(w, 2))) @ w
 
@@ -296,6 +303,7 @@ def _spectral_norm(x, w):
     [
         (_stream, ["bf16"] * 3),
         (_spectral_norm, ["bf16"] * 2),
+        (_turned_gradient, ["bf16"] * 5),
         (lambda x, w: jnp.tanh(x @ jnp.linalg.qr(w)[0]) @ w, ["f32", "bf16"]),
         (lambda x, w: jnp.tanh(jnp.linalg.solve(w, x.T).T) @ w, ["bf16"]),
         (lambda x, w: jnp.log(jax.nn.softmax(x @ w) @ w), ["bf16"] * 2),
