@@ -60,7 +60,7 @@ def is_short(size: Any) -> bool:
 def is_narrow(eqn: Eqn, operand: int) -> bool:
     """Whether a product by an operand, as by the weights of a head, writes little of what it reads.
 
-    Example: `h @ w` of 64 features and one output. Rounding its result would save nothing.
+    Example: `h @ w` of 64 features and one output. Rounding its result would save little.
     """
     shape = eqn.invars[operand].aval.shape
     if eqn.primitive.name == "dot_general":
@@ -71,7 +71,8 @@ def is_narrow(eqn: Eqn, operand: int) -> bool:
         read = eqn.invars[0].aval.shape[numbers.lhs_spec[1]]
     else:
         return False
-    return all(isinstance(n, int) for n in columns) and math.prod(columns) * NARROW <= read
+    are_known = all(isinstance(n, int) for n in (*columns, read))
+    return are_known and math.prod(columns) * NARROW <= read
 
 
 def is_product(eqn: Eqn) -> bool:
