@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from _cuts import AROUND, in_turn
 from _metamorphic import DTYPES, POLICIES
+from _small import together
 from jax import lax
 
 import mpjax
@@ -58,7 +59,7 @@ def test_law_of_similarities_a_softmax_reads_them_as_they_were_added_up(policy, 
     right = _right(name)
     outside = jax.grad(mpjax.autocast(fun, policy))
     inside = mpjax.autocast(jax.grad(fun), policy)
-    for got in (jax.jit(outside)(W, X, Y), jax.jit(inside)(W, X, Y)):
+    for got in together({"outside": outside, "inside": inside}, W, X, Y).values():
         assert np.linalg.norm(got - right) < most * np.linalg.norm(right)
 
 
@@ -119,7 +120,7 @@ def test_law_of_cotangents_each_is_as_its_value_also_behind_a_norm(dtype, loss, 
     right, least = _right_and_least_of_views(loss, DTYPES[dtype])
     outside = jax.grad(mpjax.autocast(fun, POLICIES[dtype]))
     inside = mpjax.autocast(jax.grad(fun), POLICIES[dtype])
-    for got in (jax.jit(outside)(W, X, NEAR), jax.jit(inside)(W, X, NEAR)):
+    for got in together({"outside": outside, "inside": inside}, W, X, NEAR).values():
         assert np.linalg.norm(got - right) < 1.5 * least
 
 
