@@ -264,7 +264,7 @@ AROUND: dict[str, Callable[[Fun], Fun]] = {
 """Boundaries around a function of arrays that gives one array, as an author writes them."""
 
 
-def in_turn(values: Sequence[str], *chosen: tuple[Iterable[str], str]) -> str:
+def in_turn(values: Iterable[str], *chosen: tuple[Iterable[str], str]) -> str:
     """Returns one of some values for a case of a law: each meets each of the others' values.
 
     A law of many heads, losses and cuts takes its losses in turn, or CI would run for hours.
@@ -274,7 +274,8 @@ def in_turn(values: Sequence[str], *chosen: tuple[Iterable[str], str]) -> str:
       chosen: for each other parameter its values, and that of the case.
     """
     places = (list(every).index(one) for every, one in chosen)
-    return list(values)[sum(places) % len(values)]
+    one_of = list(values)
+    return one_of[sum(places) % len(one_of)]
 
 
 # -- cutting ---------------------------------------------------------------------------------------

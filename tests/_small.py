@@ -7,6 +7,8 @@ from _differential import equations
 from _samples import normal
 from jax.sharding import AxisType
 
+import mpjax
+
 KEY = jax.random.key(0)
 X = normal(0, 8, 16)
 W = normal(1, 16, 16, scale=0.3)
@@ -40,6 +42,12 @@ def products(fun, *args):
 def together(programs, *args):
     """Runs functions of the same arrays, by name, as one compiled program: a sixth of the time."""
     return jax.jit(lambda *xs: {name: fun(*xs) for name, fun in programs.items()})(*args)
+
+
+def inside_and_outside(taken, fun, policy, *args):
+    """What `taken`, such as `jax.grad`, gives where autocast is around it, and inside of it."""
+    inside, outside = mpjax.autocast(taken(fun), policy), taken(mpjax.autocast(fun, policy))
+    return together({"inside": inside, "outside": outside}, *args).values()
 
 
 def total(fun):

@@ -127,36 +127,32 @@ def _is_result_exact(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:
     """Whether the result of a product with low operands is float32, as it was added up.
 
     The last product of a network is by a parameter. One of two values that products made belongs to
-    a loss: similarities, of which a softmax reads how far each is from the largest.
+    a loss: similarities, of which a softmax reads how far each is from the largest. So does what a
+    head of few columns predicts, and rounding it would save little.
     """
     if read & _EXACT_RESULT or low == FLOAT32 or contraction.only_sums(eqn):
         return True
     if read & read_flags.SCALED and low == FLOAT16:
         return True
-    if not read & read_flags.FORWARD and (
-        read & read_flags.NEAR or _is_of_made(values, eqn) or _is_by_a_narrow_weight(values, eqn)
-    ):
+    if not read & read_flags.FORWARD and (read & read_flags.NEAR or _is_of_a_loss(values, eqn)):
         return True
     if read & read_flags.LATER:
         return False
     return bool(read & (read_flags.OUTPUT | read_flags.ACCUMULATOR)) or scopes.is_transposed(eqn)
 
 
-def _is_of_made(values: Rounding, eqn: Eqn) -> bool:
-    """Whether products made both operands of one that is no part of a derivative."""
-    made = (facts.of_atom(v, values.facts).flags for v in eqn.invars[:2])
-    return not scopes.is_transposed(eqn) and all(f & fact_flags.PRODUCT for f in made)
+def _is_of_a_loss(values: Rounding, eqn: Eqn) -> bool:
+    """Whether a product that is no part of a derivative is of made values, or of few columns.
 
-
-def _is_by_a_narrow_weight(values: Rounding, eqn: Eqn) -> bool:
-    """Whether a product that is no part of a derivative has few columns, as one of a head.
-
-    Columns are those of the weights: rows may be few because a batch is small.
+    Columns are those of the weights: rows may be few because a batch is small, also in a loop.
     """
+    if scopes.is_transposed(eqn):
+        return False
+    flags = [facts.of_atom(v, values.facts).flags for v in eqn.invars[:2]]
+    if all(f & fact_flags.PRODUCT for f in flags):
+        return True
     made = fact_flags.PRODUCT | fact_flags.CARRY
-    flags = (facts.of_atom(v, values.facts).flags for v in eqn.invars[:2])
-    unmade = [i for i, f in enumerate(flags) if not f & made]
-    return not scopes.is_transposed(eqn) and any(contraction.is_narrow(eqn, i) for i in unmade)
+    return any(contraction.is_narrow(eqn, i) for i, f in enumerate(flags) if not f & made)
 
 
 def _may_overflow(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:

@@ -42,12 +42,12 @@ def linear(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
       consts: the number of its inputs before the carries.
       carries: the number of carries, which are its first outputs.
     """
-    opened = compat.closed(body).jaxpr
+    count = len(compat.closed(body).jaxpr.invars)
     ours = (1 << carries) - 1
     # What differs by turn, as the weights of layers do, counts as made of all carries.
-    each = _each(len(opened.invars))
-    layers = [LinearSets(-1)] * (len(each) - consts - carries)
-    outs = _through(body, (*each[: consts + carries], *layers))
+    same = [LinearSets(1 << i, 1 << i) for i in range(consts + carries)]
+    layers = [LinearSets(-1)] * (count - len(same))
+    outs = _through(body, (*same, *layers))
     made = [LinearSets(*(bits >> consts & ours for bits in way)) for way in outs[:carries]]
     if not any(way.by_product for way in made):
         return (False,) * carries
@@ -59,10 +59,6 @@ def linear(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
         and not any(made[k].otherwise & c for k in places(c))
         for c in around
     )
-
-
-def _each(count: int) -> list[LinearSets]:
-    return [LinearSets(1 << i, 1 << i) for i in range(count)]
 
 
 def _made(eqn: Eqn, operands: Sequence[LinearSets]) -> Sequence[LinearSets]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _cuts import AROUND
-from _small import together
+from _small import inside_and_outside
 from jax import lax
 
 import mpjax
@@ -76,10 +76,7 @@ def _right(gate, read):
 def test_law_of_gates_a_product_of_two_values_stays_float32_under_float16(gate, read, cut):
     fun = _loss(gate, read, cut)
     right = _right(gate, read)
-    outside = jax.value_and_grad(mpjax.autocast(fun, "16-mixed"))
-    inside = mpjax.autocast(jax.value_and_grad(fun), "16-mixed")
-    both = together({"outside": outside, "inside": inside}, W, PIXELS)
-    for value, grads in both.values():
+    for value, grads in inside_and_outside(jax.value_and_grad, fun, "16-mixed", W, PIXELS):
         assert abs(value - right[0]) < 0.01 * right[0]
         assert all(np.isfinite(g).all() for g in grads)
 

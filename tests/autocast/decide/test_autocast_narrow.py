@@ -1,4 +1,4 @@
-"""A last product of few columns: its result is not rounded, for rounding it would save nothing."""
+"""A last product of few columns: its result is not rounded, for rounding it would save little."""
 
 import functools
 

@@ -99,8 +99,7 @@ def _read(saturate, between, read, dot):
 @pytest.mark.parametrize("saturating", SATURATING)
 def test_law_of_readers_what_saturates_is_float32_for_them(saturating, reader, dtype):
     """Though a product reads it too."""
-    places = list(BETWEEN)
-    between = places[(list(READERS).index(reader) + len(saturating)) % len(places)]
+    between = _cuts.in_turn(BETWEEN, (READERS, reader), (SATURATING, saturating))
     parts = SATURATING[saturating], BETWEEN[between], READERS[reader]
     against_float64(lambda dot: _read(*parts, dot), dtype, W, V)
 

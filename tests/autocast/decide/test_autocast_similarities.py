@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from _cuts import AROUND, in_turn
 from _metamorphic import DTYPES, POLICIES
-from _small import together
+from _small import inside_and_outside
 from jax import lax
 
 import mpjax
@@ -57,9 +57,7 @@ def _right(name):
 def test_law_of_similarities_a_softmax_reads_them_as_they_were_added_up(policy, most, name, cut):
     fun = _loss(name, cut)
     right = _right(name)
-    outside = jax.grad(mpjax.autocast(fun, policy))
-    inside = mpjax.autocast(jax.grad(fun), policy)
-    for got in together({"outside": outside, "inside": inside}, W, X, Y).values():
+    for got in inside_and_outside(jax.grad, fun, policy, W, X, Y):
         assert np.linalg.norm(got - right) < most * np.linalg.norm(right)
 
 
@@ -118,9 +116,7 @@ def test_law_of_cotangents_each_is_as_its_value_also_behind_a_norm(dtype, loss, 
     unit = in_turn(UNITS, (OF_TWO_VIEWS, loss), (AROUND, cut))
     fun = _of_views(unit, loss, cut)
     right, least = _right_and_least_of_views(loss, DTYPES[dtype])
-    outside = jax.grad(mpjax.autocast(fun, POLICIES[dtype]))
-    inside = mpjax.autocast(jax.grad(fun), POLICIES[dtype])
-    for got in together({"outside": outside, "inside": inside}, W, X, NEAR).values():
+    for got in inside_and_outside(jax.grad, fun, POLICIES[dtype], W, X, NEAR):
         assert np.linalg.norm(got - right) < 1.5 * least
 
 

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 from _cuts import AROUND, in_turn
 from _metamorphic import DTYPES, POLICIES
-from _small import together
+from _small import inside_and_outside
 from jax import lax
-
-import mpjax
 
 _RNG = np.random.default_rng(4)
 X = _RNG.normal(size=(24, 16)).astype(np.float32)
@@ -77,8 +75,6 @@ def _right(mean):
 def test_law_of_one_formula_gradients_of_windows_cancel_as_their_variances_do(dtype, mean, cut):
     where = in_turn(["the mean", "the variance"], (MEANS, mean), (DTYPES, dtype))
     fun, right = _loss(mean, cut, where), _right(mean)
-    outside = jax.grad(mpjax.autocast(fun, POLICIES[dtype]))
-    inside = mpjax.autocast(jax.grad(fun), POLICIES[dtype])
-    for got in together({"outside": outside, "inside": inside}, W, X, _MATRIX).values():
+    for got in inside_and_outside(jax.grad, fun, POLICIES[dtype], W, X, _MATRIX):
         off = np.linalg.norm(got - right) / np.linalg.norm(right)  # by hand .26 and .035
         assert off < 3 * jnp.finfo(DTYPES[dtype]).eps
