@@ -162,7 +162,8 @@ def _of_operation(
     reads = _by_rule(eqn, out_read, later, known)
     if name in traits.SCALES:
         reads = [r | of for r, of in zip(reads, conditioned.of_factors(eqn, known), strict=True)]
-    return [r | unrounded for r in reads] if unrounded else reads
+    reads = [r | unrounded for r in reads] if unrounded else reads
+    return weights.of_operands(eqn, reads, known) if out_read & DIVIDED else reads
 
 
 def _of_attention(eqn: Eqn, later: int) -> list[int]:

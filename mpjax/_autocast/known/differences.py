@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from mpjax._autocast.known import ranges, scopes, terms, totals, traits
 from mpjax._autocast.known import roots as made_of
-from mpjax._autocast.known import scopes, terms, totals, traits
 from mpjax._autocast.known.fact_flags import CONSTANT, EITHER, OFFSET
-from mpjax._autocast.known.facts import Facts, may_subtract, of_atom
+from mpjax._autocast.known.facts import Fact, Facts, may_subtract, of_atom
 from mpjax._jaxpr.equation import Eqn
 
 
@@ -44,11 +44,21 @@ def is_weighted_mean(eqn: Eqn, facts: Facts) -> bool:
     name = eqn.primitive.name
     if name not in traits.SCALES or scopes.is_transposed(eqn):
         return False
-    first, second = (of_atom(v, facts).terms for v in eqn.invars)
-    if name == "div":
-        return terms.is_normalised(first, second, by_power=False)
-    pairs = (first, second), (second, first)
-    return any(terms.is_normalised(*pair, by_power=True) for pair in pairs)
+    first, second = (of_atom(v, facts) for v in eqn.invars)
+    pairs = [(first, second)] if name == "div" else [(first, second), (second, first)]
+    by_power = name == "mul"
+    return any(
+        terms.is_normalised(a.terms, _sums_of_weights(b), by_power=by_power) for a, b in pairs
+    )
+
+
+def _sums_of_weights(fact: Fact) -> list[terms.Term]:
+    """Returns the terms of a value that may be sums of weights: `q @ k.sum(0)`, and no spread.
+
+    A `softplus(h @ w)` and a `1 + abs(h @ w)` do not become smaller as `h` does.
+    """
+    has_more = fact.flags & (ranges.CURVED | OFFSET)
+    return [t for t in fact.terms if not (t.is_product and has_more)]
 
 
 def is_weighted_sum(eqn: Eqn, facts: Facts) -> bool:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _cuts import AROUND
-from _small import inside_and_outside
+from _small import inside_and_outside, products
 from jax import lax
 
 import mpjax
@@ -121,6 +121,9 @@ LOSSES = {
     "centres of clusters, one far away": _means(lambda a: jax.nn.softmax(a - 18 * jnp.eye(8)[0])),
     "means by scaled weights": _means(lambda a: 1e-8 * jax.nn.softplus(a)),
     "means by a reciprocal": _means(lambda a: jax.nn.sigmoid(a - 18), lambda y, s: y * (1 / s)),
+    "means by swishes": _means(lambda a: jax.nn.silu(a - 18)),
+    "means by gelus": _means(lambda a: jax.nn.gelu(a - 5, approximate=False)),
+    "means by gates": _means(lambda a: a * jax.nn.sigmoid(jnp.roll(a, 1, 1) - 18)),
     "features below the maximum of all": _chosen_by(jnp.max),
     "features below half of their maximum": _chosen_by(lambda e: 0.5 * jnp.max(e, -1)[:, None]),
     "an attention without a maximum": _attention_without_a_maximum,
@@ -179,6 +182,20 @@ LOW = {
 }
 
 
+def _deep(head):
+    """A head behind two layers, whose swishes may be small."""
+    return lambda x, w: head(jax.nn.silu(jax.nn.silu(x @ w) @ w), w)
+
+
+LOW |= {
+    "a mean over its spread": _deep(lambda h, w: h @ w / (jax.nn.softplus(h @ w.T) + 1e-3)),
+    "times its reciprocal": _deep(lambda h, w: h @ w * (1 / (jax.nn.softplus(h @ w.T) + 1e-3))),
+    "over an elu": _deep(lambda h, w: h @ w / (jax.nn.elu(h @ w.T) + 1.001)),
+    "over a root": _deep(lambda h, w: h @ w / jnp.sqrt(jax.nn.softplus(h @ w.T) + 1e-3)),
+    "over a magnitude": _deep(lambda h, w: h @ w / (1 + abs(h @ w.T))),
+}
+
+
 def _gradients(fun):
     return jax.grad(lambda x, w: jnp.mean(fun(x, w) ** 2), (0, 1))
 
@@ -199,3 +216,22 @@ def test_bfloat16_holds_an_exponential_and_explain_says_why_float16_does_not():
     assert {r.dtype for r in rows["bf16-mixed"]} == {"bf16"}
     (kept,) = [r for r in rows["16-mixed"] if r.dtype == "f32"]
     assert "float16 might not hold an exponential" in str(kept.reason)
+
+
+def _by_positive_features(features):
+    """An attention without a softmax, behind three layers."""
+
+    def loss(x, w):
+        for _ in range(3):
+            x = jax.nn.gelu(x @ w)
+        q, k = features(x @ w), features(x @ w.T)
+        return jnp.mean((q @ (k.T @ x) / ((q @ k.sum(0))[:, None] + 1e-6)) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize("features", [lambda z: jax.nn.elu(z) + 1, jax.nn.silu, jax.nn.softplus])
+def test_layers_before_weights_of_a_mean_are_low(features):
+    """Weights may be too small for float16: what they are a function of is not."""
+    layers = products(mpjax.autocast(_by_positive_features(features), "16-mixed"), X, W)
+    assert layers == ["float16"] * 5 + ["float32"] * 3

@@ -7,6 +7,9 @@ chances of a cluster that is far away, float16 holds 0, or few bits; the mean is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from mpjax._autocast.decide.read_flags import DIVIDED
 from mpjax._autocast.known import contraction, facts, ranges, roots
 from mpjax._jaxpr.equation import Eqn
@@ -27,6 +30,26 @@ def are_divided(eqn: Eqn, read: int, known: facts.Facts) -> bool:
     operands = [facts.of_atom(v, known) for v in eqn.invars[:2]]
     curved = [f for f in operands if f.flags & ranges.CURVED]
     return not all(map(_is_below_its_maximum, curved))
+
+
+def of_operands(eqn: Eqn, reads: Sequence[int], known: facts.Facts) -> list[int]:
+    """Returns how operands are read, without `DIVIDED` where a function of them begins.
+
+    Small weights come of the sigmoid in `z * sigmoid(z)`: what `z` was made of is in range.
+
+    Args:
+      eqn: an operation whose result is of such weights.
+      reads: how it reads its operands.
+      known: the facts of its program.
+    """
+    operands = [facts.of_atom(v, known) for v in eqn.invars]
+    curved = frozenset[Any]().union(*(f.roots for f in operands if f.flags & ranges.CURVED))
+    return [
+        read
+        if fact.flags & ranges.CURVED or not roots.meet(fact.roots, curved)
+        else read & ~DIVIDED
+        for read, fact in zip(reads, operands, strict=True)
+    ]
 
 
 def _is_below_its_maximum(fact: facts.Fact) -> bool:
