@@ -65,6 +65,7 @@ def differentiated(
     unscale: bool,
     holomorphic: bool = False,
     name: str,
+    axis_name: AxisName = None,
 ) -> Callable[..., tuple[Any, Any, PyTree]]:
     """Returns a function that gives value, aux and gradients, differentiated scaled.
 
@@ -74,12 +75,13 @@ def differentiated(
       scale: the factor of the loss while it is differentiated.
       has_aux, unscale, holomorphic: as in `value_and_grad`.
       name: of the function, for messages.
+      axis_name: the axes over which the gradients will be averaged.
     """
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         value, aux = split_pair(fun(*args, **kwargs), has_aux, name)
         check_loss(value, args, name, holomorphic=holomorphic)
-        return _seeded(scale, value), (value, aux)
+        return _seeded(scale, of_shard(value, axis_name)), (value, aux)
 
     differentiate = transform(scaled, has_aux=True)
 
@@ -167,6 +169,16 @@ def localised(args: tuple[Any, ...], argnums: int | Sequence[int], axis_name: Ax
     return tuple(
         jax.tree.map(localise, arg) if index in chosen else arg for index, arg in enumerate(args)
     )
+
+
+def of_shard(loss: Any, axis_name: AxisName) -> Any:
+    """Returns a shard's loss, typed as varying over the axes also where it is the same everywhere.
+
+    Where `shard_map` tracks varying types, the cotangent of a loss that `lax.pmean` made is split
+    among the shards: a mean of the shards' gradients would be n times too small. That of a loss
+    that varies is the sum over the shards, as it is under `check_vma=False`.
+    """
+    return loss if axis_name is None else compat.to_varying(jnp.asarray(loss), axis_name)
 
 
 def mean(tree: PyTree, axis_name: AxisName) -> PyTree:

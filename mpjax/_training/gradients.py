@@ -167,6 +167,7 @@ def value_and_grad(
         unscale=unscale,
         holomorphic=holomorphic,
         name=name,
+        axis_name=axis_name,
     )
 
     @functools.wraps(fun, updated=())  # a callable module's arrays do not belong on the wrapper

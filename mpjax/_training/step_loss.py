@@ -12,7 +12,7 @@ from mpjax._base.averaged import averaged_over
 from mpjax._base.tree import is_array, map_with_path
 from mpjax._base.typing import Array, PyTree
 from mpjax._policies.of_step import in_step
-from mpjax._scaling.grad import localised, mean
+from mpjax._scaling.grad import localised, mean, of_shard
 from mpjax._scaling.loss_scale import LossScale
 from mpjax._training.checks import check_whole, split_outputs
 from mpjax._training.gradients import value_and_grad
@@ -49,7 +49,8 @@ class StepLoss:
 
         @functools.wraps(self.fun, updated=())
         def loss_fn(*args: Any) -> Any:
-            return self._scalar(*args)
+            loss, rest = self._scalar(*args)
+            return of_shard(loss, axis_name), rest
 
         axis_name = self._options.axis_name
         differentiate = value_and_grad(loss_fn, has_aux=True, loss_scale=loss_scale)

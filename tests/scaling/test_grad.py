@@ -408,6 +408,27 @@ def test_law_15_means_under_shard_map(devices, axis_name, shape, spec, loss_scal
         assert float(grads) == float(jax.grad(quadratic)(jnp.float32(2), x))
 
 
+AVERAGED = [("a", 1), ("b", 1), (("a", "b"), 1), (("a", "b"), 0)]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("averaged", "argnum"), AVERAGED, ids=str)
+@pytest.mark.parametrize("loss_scale", [None, mpjax.DynamicLossScale(8)], ids=repr)
+def test_law_15_of_a_loss_that_is_a_mean_already(devices, averaged, argnum, loss_scale, check_vma):
+    """An author who knows `pmap` returns the mean over the shards, or over some of them."""
+
+    def loss(x, w):
+        return jax.lax.pmean(jnp.mean((w * x) ** 2), averaged)
+
+    x = jnp.arange(16.0)
+    fun = mpjax.value_and_grad(loss, argnum, loss_scale=loss_scale, axis_name=("a", "b"))
+    specs = (jax.P(("a", "b")), jax.P()) if argnum else (jax.P(), jax.P())
+    step = over_shards(fun, mesh_of(devices, 4, 2), *specs, check_vma=check_vma)
+    value, grads = step(x, jnp.float32(2))
+    want = jax.value_and_grad(lambda x, w: jnp.mean((w * x) ** 2), argnum)(x, jnp.float32(2))
+    assert_bitwise_equal((value, grads), want)
+
+
 @pytest.mark.parametrize("transform", [jax.pmap, jax.vmap])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_law_15_means_under_pmap_and_vmap(transform, dtype):

@@ -28,11 +28,11 @@ def batch_of(bad_row=None):
     return {"x": x if bad_row is None else x.at[bad_row, 0].set(jnp.inf)}
 
 
-def make_step(**options):
+def make_step(*, fun=loss_fn, **options):
     loss_scale = mpjax.DynamicLossScale(8, growth_interval=2)
     options = {"loss_scale": loss_scale, "donate": False, **options}
     tx = optax.sgd(0.125, momentum=0.5)
-    return mpjax.make_train_step(loss_fn, tx, "32-true", **options)
+    return mpjax.make_train_step(fun, tx, "32-true", **options)
 
 
 def mesh(devices):
@@ -88,6 +88,20 @@ def test_law_15_one_shards_inf_makes_all_skip_and_gradients_are_means(kind, accu
         # Sums of 16 small numbers, ordered by shard: a few units in the last place.
         chex.assert_trees_all_close(member, want, rtol=2**-19)
         assert (int(member.step), int(member.opt_state.skipped_steps)) == (2, 1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", WAYS[1:])
+def test_law_15_a_loss_that_is_a_mean_already_gives_the_same_step(kind, accumulate, devices):
+    def loss(params, batch):
+        return jax.lax.pmean(loss_fn(params, batch), "data")
+
+    states = []
+    for fun in (loss_fn, loss):
+        step = make_step(axis_name="data", accumulate=accumulate, fun=fun)
+        mapped, members = under(kind, step, devices)
+        states.append(members(mapped(step.init(PARAMS), batch_of(None))[0])[0])
+    chex.assert_trees_all_close(*states, rtol=2**-19)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
