@@ -3,7 +3,8 @@
 Saved for the backward pass are the group's low inputs and its small statistics: the mean and
 variance of a row, the maximum and sum of a softmax. They take little memory, and to recompute each
 would be another pass over the inputs. All other values are recomputed: in a loop, a float32 copy of
-a small input would be stacked beside the input.
+a small input would be stacked beside the input. So are maxima that are compared with what is
+recomputed: see `extremes`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._autocast.known import traits
-from mpjax._autocast.speed import lowerings, passes, storage
+from mpjax._autocast.speed import extremes, lowerings, passes, storage
 from mpjax._autocast.speed.hints import hint
 from mpjax._autocast.speed.marks import FusedGroup
 from mpjax._base import compat
@@ -45,7 +46,12 @@ def recomputed(fun: Function, group: FusedGroup, inputs: Sequence[Any], *, alone
     apart = None if alone else _set_apart(group)
     largest = max(size(x.shape) for x in inputs)
     limit = largest // storage.SMALLER  # statistics up to this size are saved
-    checkpoint = functools.partial(jax.checkpoint, prevent_cse=False, policy=_keeps_small(limit))
+    outputs = [v for v, *_ in group.outputs]
+    saved = traits.STATISTIC
+    if extremes.are_compared(group.eqns, outputs):
+        saved -= traits.EXTREME
+    policy = _keeps_small(limit, saved)
+    checkpoint = functools.partial(jax.checkpoint, prevent_cse=False, policy=policy)
     if apart is None:
         return checkpoint(fun)
     if group.marks.passed is not None:
@@ -139,8 +145,8 @@ def _differentiated_apart(fun: Any, again: Any, apart: Apart, *, of_results: boo
 
 
 @functools.lru_cache(maxsize=1024)
-def _keeps_small(limit: int) -> Callable[..., bool]:
-    """Returns a checkpoint policy that saves small statistics; equal limits share one.
+def _keeps_small(limit: int, statistics: frozenset[str]) -> Callable[..., bool]:
+    """Returns a checkpoint policy that saves small statistics; equal arguments share one.
 
     JAX compares policies by identity: programs with the same policy object can be equal.
     """
@@ -148,7 +154,7 @@ def _keeps_small(limit: int) -> Callable[..., bool]:
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
         if primitive is lowerings.STORED:
             return True
-        if primitive.name not in traits.STATISTIC:
+        if primitive.name not in statistics:
             return False
         shape = [n for i, n in enumerate(avals[0].shape) if i not in params["axes"]]
         return size(shape) <= limit
