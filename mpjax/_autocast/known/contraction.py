@@ -46,6 +46,14 @@ def free_axes(eqn: Eqn, operand: int) -> list[Any]:
     return [n for i, n in enumerate(shape) if i not in (*summed, *batch)]
 
 
+def sums_last(eqn: Eqn, operand: int) -> bool:
+    """Whether a product adds up an operand's last axis, or a convolution's channels."""
+    if eqn.primitive.name != "dot_general":
+        return operand == 0
+    contracted, _ = eqn.params["dimension_numbers"]
+    return eqn.invars[operand].aval.ndim - 1 in contracted[operand]
+
+
 def has_batch_axes(eqn: Eqn) -> bool:
     """Whether the operands of a `dot_general` have axes in common that are not summed over."""
     _, (batch, _) = eqn.params["dimension_numbers"]

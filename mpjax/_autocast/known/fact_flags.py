@@ -55,7 +55,7 @@ STENCIL = 1 << 17
 """
 AMOUNTS = 1 << 18
 """Constants that are no layer's weights, such as coordinates and prices; made of these alone."""
-# The flags from `1 << 19` to `1 << 25` are those of `ranges`.
+# The flags from `1 << 19` to `1 << 26` are those of `ranges`.
 _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
 SMALL_STEP = 1 / 32

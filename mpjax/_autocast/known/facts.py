@@ -409,7 +409,8 @@ class _Walk:
             names[n] = self.number()
         if any(names[n] < 0 for n in used):
             # Of a loop's carry: another in each turn.
-            return Fact(fact.flags & (PRODUCT | OFFSET), roots=self.root())
+            kept = PRODUCT | OFFSET | ranges.CURVED | ranges.WEIGHED
+            return Fact(fact.flags & kept, roots=self.root())
         return _renumbered(fact, names.__getitem__)
 
     def joined(self, outs: Sequence[Fact], var: Any) -> Fact:

@@ -41,6 +41,8 @@ GROWN = 1 << 24
 """A product of two values that are not bounded, each element by one, or `x.T @ x`; a quotient."""
 INVERSE = 1 << 25
 """1 over a value, or over its root, times weights: by a norm's, values become smaller."""
+WEIGHED = 1 << 26
+"""A product of `CURVED` values with others, as `k.T @ v` is, and no layer: it may be as small."""
 _CUMULATIVE = frozenset({"cumprod", "cumlogsumexp"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "sinh", "cosh"})
 _MULTIPLY = traits.SCALES | PRODUCTS
@@ -51,7 +53,7 @@ _LIMITED = frozenset({"min", "clamp"})
 def of_operation(eqn: Eqn, floats: Sequence[Any]) -> int:
     """Returns these flags of an operation's results, given the facts of its float operands."""
     some, _ = union(floats)
-    flags = _of_exponentials(eqn, floats, some) | _curved(eqn, some)
+    flags = _of_exponentials(eqn, floats, some) | _curved(eqn, some) | _weighed(eqn, floats, some)
     return flags | _grown(eqn, floats, some) | _inverse(eqn, floats, some)
 
 
@@ -61,6 +63,23 @@ def _curved(eqn: Eqn, some: int) -> int:
     if name in PRODUCTS:
         return 0
     return CURVED if name in FUNCTIONS or name in _CUMULATIVE else some & CURVED
+
+
+def _weighed(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
+    name = eqn.primitive.name
+    if name not in PRODUCTS:
+        return 0 if name in FUNCTIONS else some & WEIGHED
+    return WEIGHED if some & (CURVED | WEIGHED) and not _is_layer(eqn, floats) else 0
+
+
+def _is_layer(eqn: Eqn, floats: Sequence[Any]) -> bool:
+    """Whether a product adds up the features of an operand, by what no product made: parameters."""
+    if len(floats) < 2:
+        return False
+    first, second = (bool(f.flags & PRODUCT) for f in floats[:2])
+    if contraction.sums_last(eqn, 0) and not second:
+        return True
+    return contraction.sums_last(eqn, 1) and second and not first
 
 
 def _grown(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
@@ -136,7 +155,9 @@ def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
 
 def of_branches(some: int, every: int) -> int:
     """Returns these flags of one of several values, `where(c, a, b)`: of those of some, of all."""
-    return some & (EXPONENTIAL | CURVED | GROWN) | every & (TOP | UNDER | CHANCES | INVERSE)
+    return some & (EXPONENTIAL | CURVED | WEIGHED | GROWN) | every & (
+        TOP | UNDER | CHANCES | INVERSE
+    )
 
 
 def of_logic(eqn: Eqn) -> int:

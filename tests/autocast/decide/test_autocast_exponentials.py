@@ -95,6 +95,23 @@ def _means(weigh, divide=lambda y, s: y / s):
     return made
 
 
+def _added_by_a_scan(cut):
+    """An attention by small features, whose context is added up position by position."""
+
+    def loss(x, w):
+        q, k, v = cut(jax.nn.sigmoid)(x @ w - 18), cut(jax.nn.silu)(x @ w.T - 18), x @ w**2
+
+        def turn(carry, kv):
+            context, count = carry
+            k, v = kv
+            return (0.9 * context + cut(jnp.outer)(k, v), 0.9 * count + k), None
+
+        (context, count), _ = lax.scan(turn, (jnp.zeros((8, 8)), jnp.zeros(8)), (k, v))
+        return jnp.mean((cut(lambda q, c: q @ c)(q, context) / (q @ count)[:, None]) ** 2)
+
+    return loss
+
+
 def _chosen_by(largest):
     """An attention by positive features, whose exponents are lowered by some maximum."""
 
@@ -124,6 +141,7 @@ LOSSES = {
     "means by swishes": _means(lambda a: jax.nn.silu(a - 18)),
     "means by gelus": _means(lambda a: jax.nn.gelu(a - 5, approximate=False)),
     "means by gates": _means(lambda a: a * jax.nn.sigmoid(jnp.roll(a, 1, 1) - 18)),
+    "features that a scan adds up": _added_by_a_scan,
     "features below the maximum of all": _chosen_by(jnp.max),
     "features below half of their maximum": _chosen_by(lambda e: 0.5 * jnp.max(e, -1)[:, None]),
     "an attention without a maximum": _attention_without_a_maximum,
@@ -218,20 +236,70 @@ def test_bfloat16_holds_an_exponential_and_explain_says_why_float16_does_not():
     assert "float16 might not hold an exponential" in str(kept.reason)
 
 
+def _trunk(x, w):
+    """Layers whose results may be small, and a stream that adds them up."""
+    x = jax.nn.gelu(x @ w)
+    return x + jax.nn.silu(x @ w) @ w
+
+
 def _by_positive_features(features):
-    """An attention without a softmax, behind three layers."""
+    """An attention without a softmax."""
 
     def loss(x, w):
-        for _ in range(3):
-            x = jax.nn.gelu(x @ w)
-        q, k = features(x @ w), features(x @ w.T)
-        return jnp.mean((q @ (k.T @ x) / ((q @ k.sum(0))[:, None] + 1e-6)) ** 2)
+        h = _trunk(x, w)
+        q, k, v = features(h @ w), features(h @ w.T), h @ w
+        return jnp.mean((q @ (k.T @ v) / ((q @ k.sum(0))[:, None] + 1e-6)) ** 2)
 
     return loss
 
 
-@pytest.mark.parametrize("features", [lambda z: jax.nn.elu(z) + 1, jax.nn.silu, jax.nn.softplus])
-def test_layers_before_weights_of_a_mean_are_low(features):
-    """Weights may be too small for float16: what they are a function of is not."""
-    layers = products(mpjax.autocast(_by_positive_features(features), "16-mixed"), X, W)
-    assert layers == ["float16"] * 5 + ["float32"] * 3
+def _by_chances(x, w):
+    """Values weighted by exponentials, of which one is 1."""
+    h = _trunk(x, w)
+    scores = (h @ w[:, :1])[:, 0]
+    weights = jnp.exp(scores - scores.max())
+    return jnp.mean((weights @ (h @ w) / weights.sum()) ** 2)
+
+
+def _pooled(weigh):
+    """A mean of rows, weighted by gates."""
+
+    def loss(x, w):
+        h = _trunk(x, w)
+        weights = weigh(h @ w)
+        return jnp.mean((weights.T @ h / weights.sum(0)[:, None]) ** 2)
+
+    return loss
+
+
+WEIGHTED = {  # losses, with how many of their products come before the weights, and how many after
+    "an attention by an elu": (_by_positive_features(lambda z: jax.nn.elu(z) + 1), 6, 3),
+    "by a swish": (_by_positive_features(jax.nn.silu), 6, 3),
+    "by a softplus": (_by_positive_features(jax.nn.softplus), 6, 3),
+    "by a gated unit": (_by_positive_features(lambda z: z * jax.nn.sigmoid(z[:, ::-1])), 6, 3),
+    "pooled by sigmoids": (_pooled(jax.nn.sigmoid), 4, 1),
+    "pooled by gelus": (_pooled(jax.nn.gelu), 4, 1),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("cut", ["uncut", "jit", "checkpoint"])
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_layers_before_weights_of_a_mean_are_low(name, cut, inside):
+    """Weights may be too small for float16. What a layer made of them, or they of a layer, is not.
+
+    Of the gradient, float32 are the derivatives of the products of the weights, what is computed
+    again, and what is added to these; no layer is.
+    """
+    fun, layers, after = WEIGHTED[name]
+    fun = AROUND[cut](fun)
+    if not inside:
+        expected = ["float16"] * layers + ["float32"] * after
+        assert products(mpjax.autocast(fun, "16-mixed"), X, W) == expected
+        return
+    dtypes = products(mpjax.autocast(jax.grad(fun, (0, 1)), "16-mixed"), X, W)
+    assert dtypes.count("float32") <= 5 * after
+
+
+def test_exponentials_below_their_maximum_are_weights_in_range():
+    assert "float32" not in products(mpjax.autocast(_by_chances, "16-mixed"), X, W)

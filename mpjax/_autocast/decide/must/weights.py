@@ -8,7 +8,6 @@ chances of a cluster that is far away, float16 holds 0, or few bits; the mean is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from mpjax._autocast.decide.read_flags import DIVIDED
 from mpjax._autocast.known import contraction, facts, ranges, roots
@@ -33,21 +32,19 @@ def are_divided(eqn: Eqn, read: int, known: facts.Facts) -> bool:
 
 
 def of_operands(eqn: Eqn, reads: Sequence[int], known: facts.Facts) -> list[int]:
-    """Returns how operands are read, without `DIVIDED` where a function of them begins.
+    """Returns how operands are read, without `DIVIDED` of those that are in range.
 
-    Small weights come of the sigmoid in `z * sigmoid(z)`: what `z` was made of is in range.
+    In `z * sigmoid(z)` the sigmoid may be small, and not what a layer made. In `q @ (k.T @ v)` the
+    features `q` and `k` may be small, and what is made of `k`, and not `v`.
 
     Args:
       eqn: an operation whose result is of such weights.
       reads: how it reads its operands.
       known: the facts of its program.
     """
-    operands = [facts.of_atom(v, known) for v in eqn.invars]
-    curved = frozenset[Any]().union(*(f.roots for f in operands if f.flags & ranges.CURVED))
+    operands = (facts.of_atom(v, known) for v in eqn.invars)
     return [
-        read
-        if fact.flags & ranges.CURVED or not roots.meet(fact.roots, curved)
-        else read & ~DIVIDED
+        read if fact.flags & (ranges.CURVED | ranges.WEIGHED) else read & ~DIVIDED
         for read, fact in zip(reads, operands, strict=True)
     ]
 
