@@ -14,6 +14,7 @@ from mpjax._base.typing import Array, PyTree
 from mpjax._policies.of_step import in_step
 from mpjax._scaling.grad import localised, mean, of_shard
 from mpjax._scaling.loss_scale import LossScale
+from mpjax._training import kept_weights
 from mpjax._training.checks import check_whole, split_outputs
 from mpjax._training.gradients import value_and_grad
 from mpjax._training.history import of_policy, tracked, untracked
@@ -93,11 +94,17 @@ class StepLoss:
     def _scalar(self, params: PyTree, extra_state: PyTree, batch: PyTree) -> Any:
         """Runs the loss function under the policy; returns `loss, (weight, extra_state, aux)`."""
         guarded = extra_state is not None
+        run, weights = self._run, kept_weights.places(extra_state)
+        if weights:
+            run = under_policy(kept_weights.keeping(self.fun, weights), self.policy)
         with in_step(self.policy):
-            out = self._run(params, *((extra_state,) if guarded else ()), batch)
+            out = run(params, *((extra_state,) if guarded else ()), batch)
         loss, rest = split_outputs(
             out, extra_state, has_aux=self._options.has_aux, weighted=self._options.weighted
         )
+        if weights:
+            rest = kept_weights.put_back(rest, extra_state)
+            kept_weights.check_kept(rest[1], extra_state)
         # A constant loss, which JAX differentiates too.
         return jnp.asarray(loss) if isinstance(loss, float) else loss, rest
 

@@ -165,3 +165,46 @@ def test_a_loss_given_to_a_step_by_hand_judges_it():
     for value, finite in ((jnp.float32(1), True), (jnp.nan, False), (jnp.float16(jnp.inf), False)):
         _, state = tx.update(grads, tx.init(params), params, value=value)
         assert bool(state.grads_finite) is finite
+
+
+# -- 8-bit weights in the extra state --------------------------------------------------------------
+
+SMALL = mpjax.quantize({"w": jnp.eye(64) / 2}, "int8_from_mixed_bfloat16")
+
+
+def of_adapters(adapters, base, x):
+    """The loss of low-rank adapters beside weights in 8 bits, and how often it was taken."""
+    y = x @ base["w"] + x @ adapters["a"] @ adapters["b"]
+    return jnp.mean((y - 1) ** 2), {**base, "count": base["count"] + 1}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed", "32-true", "bf16-true"])
+def test_weights_in_8_bits_come_back_as_they_were(policy, accumulate):
+    rounding = "kahan" if policy == "bf16-true" else None
+    tx = optax.adam(1e-3)
+    step = mpjax.make_train_step(of_adapters, tx, policy, accumulate=accumulate, rounding=rounding)
+    adapters = {"a": jnp.full((64, 4), 0.1), "b": jnp.zeros((4, 64))}
+    state = step.init(adapters, {**jax.tree.map(jnp.array, SMALL), "count": 0})
+    losses = []
+    for _ in range(4):
+        state, metrics = step(state, jnp.ones((8, 64)))
+        losses.append(float(metrics["loss"]))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] == pytest.approx(0.25, rel=0.02)
+    assert state.extra_state["count"] == 4 * accumulate
+    assert_bitwise_equal(state.extra_state["w"].values, SMALL["w"].values)
+    assert_bitwise_equal(state.extra_state["w"].scale, SMALL["w"].scale)
+
+
+def test_weights_in_8_bits_that_were_changed_are_refused():
+    def changing(adapters, base, x):
+        loss, new = of_adapters(adapters, base, x)
+        return loss, {**new, "w": 2 * new["w"]}
+
+    step = mpjax.make_train_step(changing, optax.adam(1e-2), "bf16-mixed", donate=False)
+    state = step.init({"a": jnp.ones((64, 4)), "b": jnp.ones((4, 64))}, {**SMALL, "count": 0})
+    with pytest.raises(
+        ValueError, match=r"'w' was Quantized.*f32\[64,64\].\n.*return them as they"
+    ):
+        step(state, jnp.ones((8, 64)))
