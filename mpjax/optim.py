@@ -23,6 +23,7 @@ from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
 from mpjax._base.foreign_errors import attributes_of
 from mpjax._base.foreign_keywords import WRAPPER
+from mpjax._base.gradient_tags import is_gradient
 from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import (
     agree,
@@ -412,6 +413,9 @@ def _check_update(updates: PyTree, state: Any, params: PyTree | None) -> None:
             fix = "The gradients come first: tx.update(grads, opt_state, params)."
         raise ValueError(message(where, got, fix))
     plain = gradient_params(params)
+    if any(map(is_gradient, jax.tree.leaves(plain))):
+        fix = "The gradients come first: tx.update(grads, opt_state, params)."
+        raise ValueError(message(where, "got gradients in place of the parameters.", fix))
     if params is not None and jax.tree.structure(updates) != jax.tree.structure(plain):
         fix = ("Differentiate with respect to the parameters that you pass to update.",)
         pair = (("the gradients", updates), ("the parameters", plain))

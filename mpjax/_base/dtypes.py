@@ -126,6 +126,8 @@ def _unknown(spec: object, where: str) -> str:
     fix = [f"Did you mean {close[0]!r}?"] if close else ["Type, for example, 'bfloat16'."]
     if isinstance(spec, str) and "8" in re.findall(r"\d+", spec):
         fix = ["For 8-bit products, type the policy 'float8_from_mixed_bfloat16'."]
+    if hasattr(spec, "loss_scale"):
+        fix = ["A loss scale has a place of its own: make_train_step(..., loss_scale=it)."]
     is_word = spec is None or isinstance(spec, (str, bytes, int, float, complex))
     shown = repr(spec) if is_word else describe(spec)  # a model's repr would fill the screen
     return message(

@@ -32,6 +32,11 @@ def tag(grads: PyTree, factor: Any) -> None:
             _KNOWN[id(leaf)] = (weakref.ref(leaf, _forget(id(leaf))), scale)
 
 
+def is_gradient(leaf: Any) -> bool:
+    """Whether an array is known to be a gradient."""
+    return _of(leaf) is not None
+
+
 def is_true(leaf: Any) -> bool:
     """Whether a gradient is known not to be multiplied by a scale."""
     known = _of(leaf)

@@ -3,7 +3,7 @@
 import collections
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import jax
@@ -241,6 +241,10 @@ _FINITE = Reduction(_finite, jnp.isfinite, jnp.logical_and, start=True)
 def check_axes(axis_name: AxisName, where: str) -> None:
     """Raises NameError where one of the names is no axis of the surrounding transformation."""
     for name in compat.axis_names(axis_name):
+        if not isinstance(name, Hashable):
+            got = f"got {describe(name)} as the name of an axis."
+            fix = "Type one tree, such as the pair (a, b), before it."
+            raise TypeError(message(f"{where}(axis_name)", got, fix))
         try:
             jax.lax.axis_index(name)
         except NameError:

@@ -11,6 +11,7 @@ from mpjax._base.tree import is_overwritten
 from mpjax._base.typing import PyTree
 from mpjax._scaling.optim_state import LossScaleState, find_states, gradient_params
 from mpjax._scaling.skip import select_like
+from mpjax._scaling.wrappers import RUN_INNER
 
 
 def skipped_whole(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -58,20 +59,13 @@ def wrapper_around(state: Any) -> Any:
 
 def _elements(state: Any) -> list[Any] | None:
     """Returns the states inside one whose transformation runs them all in every step, else None."""
-    if isinstance(state, _RUN_INNER) or getattr(type(state), "runs_inner", False):
+    if isinstance(state, RUN_INNER) or getattr(type(state), "runs_inner", False):
         return [state.inner_state]
     if isinstance(state, optax.transforms.PartitionState):
         return list(state.inner_states.values())
     if isinstance(state, OrderedDict):
         return list(state.values())
     return list(state) if type(state) is tuple else None
-
-
-_RUN_INNER = (
-    optax.MaskedState,
-    optax.InjectHyperparamsState,
-    optax.InjectStatefulHyperparamsState,
-)
 
 
 def _is_scaling(state: Any) -> bool:

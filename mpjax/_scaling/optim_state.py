@@ -22,6 +22,7 @@ from mpjax._scaling.loss_scale import (
 )
 from mpjax._scaling.owned import owned
 from mpjax._scaling.transformation import is_transformation, state_in
+from mpjax._scaling.wrappers import breaks, refusal
 
 DYNAMIC_FIELDS = tuple(DynamicLossScale.__slots__[1:])
 Adjustment = dict[str, Array] | LossScale | None
@@ -62,7 +63,8 @@ def current_loss_scale(opt_state: PyTree) -> LossScale:
 
     Raises:
       ValueError: there is none, or there are several, or another transformation of a chain stands
-        before it and would see scaled gradients. The message says where.
+        before it and would see scaled gradients, or `optax.MultiSteps` or one of its kind is around
+        it. The message says where.
 
     Example:
       >>> tx = optax.chain(mpjax.with_loss_scale(optax.sgd(0.1), mpjax.StaticLossScale(8)))
@@ -72,6 +74,7 @@ def current_loss_scale(opt_state: PyTree) -> LossScale:
     states = find_states(opt_state)
     if len(states) == 1:
         refuse_before(opt_state, "current_loss_scale", is_optimizer=False)
+        _refuse_around(opt_state, "current_loss_scale")
         return owned(unpack(states[0][1]))
     if not states:
         raise ValueError(no_scale_text(opt_state, "current_loss_scale"))
@@ -157,6 +160,37 @@ def refuse_before(opt_state: PyTree, where: str, *, is_optimizer: bool) -> None:
                 fix = "Move them inside: with_loss_scale(optax.chain(clip, adam), loss_scale)."
                 raise ValueError(message(where, got, allowed, fix))
             node = _below(node, key)
+
+
+def _refuse_around(opt_state: PyTree, where: str) -> None:
+    """Raises ValueError where a transformation around `with_loss_scale` would make it wrong.
+
+    Of a partition, each group has its own loss scale, or no state: what stands still, for example.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_state)
+    for path in (path for path, x in leaves if _is_state(x)):
+        node = opt_state
+        for key in path:
+            if breaks(node):
+                raise ValueError(refusal(node, where))
+            if isinstance(node, optax.transforms.PartitionState):
+                _check_groups(node, where)
+            node = _below(node, key)
+
+
+def _check_groups(state: Any, where: str) -> None:
+    without = [
+        name
+        for name, group in state.inner_states.items()
+        if not find_states(group) and jax.tree.leaves(group)
+    ]
+    if without:
+        got = f"with_loss_scale is around some groups of optax.partition, and not {without[0]!r}, "
+        got += "which would get gradients that are still scaled."
+        fix = (
+            "Type with_loss_scale(optax.partition(...), loss_scale): the wrapper around all of it."
+        )
+        raise ValueError(message(where, got, fix))
 
 
 def _before(node: Any, key: Any) -> list[Any]:

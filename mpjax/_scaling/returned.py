@@ -32,6 +32,8 @@ def check_loss(value: Any, args: tuple[Any, ...], name: str, *, holomorphic: boo
     fix = "Reduce it, e.g. `loss.astype(jnp.float32).mean()`; "
     fix += "to return more than the loss, set has_aux=True."
     is_pair = isinstance(value, tuple) and len(value) == 2
+    if is_pair and all(is_array(x) and x.shape == () for x in value):
+        fix += " A loss and its weight: make_train_step(..., weighted=True)."
     if args and is_array(value) and is_array(args[0]) and value.shape == args[0].shape:
         fix += "\n  If it is jax.grad(loss_fn), give loss_fn itself: it is differentiated here."
     elif args and _are_gradients(value[1] if is_pair else value, args[0]):

@@ -172,9 +172,7 @@ def value_and_grad(
 
     @functools.wraps(fun, updated=())  # a callable module's arrays do not belong on the wrapper
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        if axis_name is not None:
-            check_axes(axis_name, "value_and_grad")
-            args = localised(args, argnums, axis_name)
+        args = _of_shards(args, argnums, axis_name)
         with averaged_over(axis_name, "value_and_grad"), _explained(args, argnums, name, allow_int):
             value, aux, grads = differentiate(*args, **kwargs)
         if chosen_policy is not None:
@@ -186,6 +184,13 @@ def value_and_grad(
         return ((value, aux) if has_aux else value), grads
 
     return wrapped
+
+
+def _of_shards(args: tuple[Any, ...], argnums: Any, axis_name: AxisName) -> tuple[Any, ...]:
+    if axis_name is None:
+        return args
+    check_axes(axis_name, "value_and_grad")
+    return localised(args, argnums, axis_name)
 
 
 @overload

@@ -10,6 +10,7 @@ import optax.contrib
 from mpjax._base.errors import message
 from mpjax._base.typing import PyTree
 from mpjax._scaling.chains import wrapper_around
+from mpjax._scaling.wrappers import refusal
 
 _WHERE = "make_train_step(tx)"
 
@@ -29,19 +30,8 @@ def check_supported(tx_state: PyTree) -> None:
         fix += "write the step: tx.update(grads, opt_state, params, grad_fn=grad_fn)."
         raise ValueError(message(_WHERE, got, fix))
     around = wrapper_around(tx_state)
-    if isinstance(around, optax.MultiStepsState):
-        got = "optax.MultiSteps is around with_loss_scale: one batch that is not finite would stay "
-        got += "in its mean, and no step be taken again."
-        fix = "Type with_loss_scale(optax.MultiSteps(tx, 4).gradient_transformation(), loss_scale),"
-        fix += " or make_train_step(loss_fn, tx, policy, accumulate=4)."
-        raise ValueError(message(_WHERE, got, "Allowed: with_loss_scale around it.", fix))
     if around is not None:
-        name = type(around).__name__
-        got = f"a transformation with a {name} is around with_loss_scale: it may read gradients "
-        got += "that are still scaled, or act on a batch that is skipped."
-        fix = "Put with_loss_scale around it, as in "
-        fix += "mpjax.with_loss_scale(optax.contrib.schedule_free(tx))."
-        raise ValueError(message(_WHERE, got, "Allowed around it: optax.chain.", fix))
+        raise ValueError(refusal(around, _WHERE))
 
 
 def _first(tree: PyTree, wanted: Callable[[Any], bool]) -> Any:

@@ -172,7 +172,7 @@ ROWS = {
         (lambda: mpjax.autocast(deep, DELAYED)(WIDE, ROWS_OF), V,
             "with_amax_history(deep, policy)"),
         (lambda: step(deep, policy=DELAYED).init(WIDE), V,
-            "Type step.init(params, batch=batch), and step.init(batch=batch) in mpjax.nnx"),
+            "step.init(params, batch=batch), or step.adopt(state, batch=batch); in mpjax.nnx"),
         (lambda: step(deep, policy=DELAYED)(step(deep).init(WIDE), ROWS_OF), V,
             "step.adopt(state, batch=batch)"),
         (lambda: histories()[0].apply([1], WIDE, ROWS_OF), T, "got list as the history"),

@@ -206,7 +206,7 @@ ROWS = {
             (optax.chain(optax.MultiSteps(wrap(scale=None), 2).gradient_transformation()),
                 "MultiSteps is around with_loss_scale | accumulate=4"),
             (optax.apply_if_finite(wrap(), 3),
-                "a ApplyIfFiniteState is around with_loss_scale | chain | Put with_loss_scale ar"),
+                "state ApplyIfFiniteState is around with_loss_scale | chain | Put with_lo"),
             (optax.chain(optax.conditionally_transform(wrap(), lambda step: step < 3)),
                 "ConditionallyTransformState | still scaled | Put with_loss_scale around it"),
             (optax.contrib.mechanize(wrap()), "MechanicState | Put with_loss_scale around it"),

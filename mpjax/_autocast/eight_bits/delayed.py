@@ -212,7 +212,8 @@ def arrays_for(plan: Any, amaxes: Any, where: str) -> list[Any]:
         odd = sorted(set(given.items()) ^ set(wanted.items()))[0][0]
         got = f"the histories are of another function or policy: {odd!r} is "
         got += f"{given.get(odd, 'not among them')}, and {wanted.get(odd, 'no product')} here."
-        raise ValueError(message(where, got, "Make them anew, with init."))
+        fix = "Make them anew, with init; of a train step: step.adopt(state, batch=batch)."
+        raise ValueError(message(where, got, fix))
     return [by_name[name] for name in wanted]
 
 
