@@ -48,7 +48,8 @@ def gather(
         these; their gradients are reduced over all of them, which sums those of a replicated leaf.
         Other axes of a spec (tensor parallelism) stay split.
       reduce: 'sum' for the derivative of the sum of all devices' losses, JAX's own convention;
-        'mean' for that of their mean.
+        'mean' for that of their mean. With `check_vma`, JAX's default, 'sum' is also for a loss
+        that `jax.lax.pmean` has averaged already.
 
     Returns:
       A tree like `tree`. Integers and PRNG keys are gathered as they are.

@@ -75,6 +75,19 @@ def test_gradients_are_sums_or_means_of_all_devices(mesh, check_vma, reduce):
     assert grads["w"].sharding.is_equivalent_to(NamedSharding(mesh, SPECS["w"]), 2)
 
 
+@pytest.mark.parametrize(("check_vma", "reduce"), [(True, "sum"), (False, "mean")])
+def test_gradients_of_a_loss_that_is_a_mean_already(mesh, check_vma, reduce):
+    axes = ("data", "fsdp")
+
+    def loss(p, x):
+        whole = gather(p, SPECS, BF16, axis_name=axes, reduce=reduce)
+        return jax.lax.pmean(jnp.mean(x.astype(jnp.bfloat16) @ whole["w"] + whole["b"]), axes)
+
+    grads = mapped(jax.grad(loss), mesh, check_vma)(params(), batch())
+    expected = jnp.broadcast_to(batch().sum(0)[:, None] / 32 / 8, (8, 16))
+    assert_bitwise_equal(grads["w"], expected)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_are_summed_in_float32(mesh, check_vma):
     """256 from one device and 1 from each of seven: in bfloat16 every addition would lose the 1."""

@@ -104,6 +104,15 @@ def test_law_15_a_loss_that_is_a_mean_already_gives_the_same_step(kind, accumula
     chex.assert_trees_all_close(*states, rtol=2**-19)
 
 
+def test_a_first_state_on_the_mesh_compiles_once(devices):
+    step, _ = under("shard_map checked", make_step(axis_name="data"), devices)
+    run = jax.jit(step)
+    state = jax.device_put(make_step().init(PARAMS), NamedSharding(mesh(devices), P()))
+    for _ in range(3):
+        state, _ = run(state, batch_of(None))
+    assert run._cache_size() == 1
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_law_15_the_wrapper_agrees_and_leaves_averaging_to_its_caller(check_vma, devices):
     tx = mpjax.with_loss_scale(optax.sgd(1.0), mpjax.StaticLossScale(4), axis_name="data")
