@@ -44,10 +44,18 @@ def together(programs, *args):
     return jax.jit(lambda *xs: {name: fun(*xs) for name, fun in programs.items()})(*args)
 
 
-def inside_and_outside(taken, fun, policy, *args):
-    """What `taken`, such as `jax.grad`, gives where autocast is around it, and inside of it."""
-    inside, outside = mpjax.autocast(taken(fun), policy), taken(mpjax.autocast(fun, policy))
-    return together({"inside": inside, "outside": outside}, *args).values()
+def each_inside_and_outside(taken, funs, policy, *args):
+    """What `taken`, such as `jax.grad`, gives where autocast is around it, and inside of it.
+
+    Of several functions by name, such as one cut in several ways, compiled as one program. Yields
+    `(name, place), result`.
+    """
+    programs = {}
+    for name, fun in funs.items():
+        programs[name, "inside"] = mpjax.autocast(taken(fun), policy)
+        programs[name, "outside"] = taken(mpjax.autocast(fun, policy))
+    names = list(programs)
+    return zip(names, jax.jit(lambda *xs: [programs[n](*xs) for n in names])(*args), strict=True)
 
 
 def total(fun):

@@ -1,14 +1,12 @@
 """Similarities: a loss's product of two values that products made, whose rows a softmax reads."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from _cuts import AROUND, in_turn
 from _metamorphic import DTYPES, POLICIES
-from _small import inside_and_outside
+from _small import each_inside_and_outside
 from jax import lax
 
 import mpjax
@@ -45,20 +43,14 @@ def _loss(name, cut):
     return loss
 
 
-@functools.cache
-def _right(name):
-    return jax.grad(_loss(name, "uncut"))(W, X, Y)
-
-
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("cut", AROUND)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("policy", "most"), [("bf16-mixed", 0.045), ("16-mixed", 0.006)])
-def test_law_of_similarities_a_softmax_reads_them_as_they_were_added_up(policy, most, name, cut):
-    fun = _loss(name, cut)
-    right = _right(name)
-    for got in inside_and_outside(jax.grad, fun, policy, W, X, Y):
-        assert np.linalg.norm(got - right) < most * np.linalg.norm(right)
+def test_law_of_similarities_a_softmax_reads_them_as_they_were_added_up(policy, most, name):
+    funs = {cut: _loss(name, cut) for cut in AROUND}
+    right = jax.grad(funs["uncut"])(W, X, Y)
+    for where, got in each_inside_and_outside(jax.grad, funs, policy, W, X, Y):
+        assert np.linalg.norm(got - right) < most * np.linalg.norm(right), where
 
 
 def _cosines(a, b):
@@ -96,7 +88,6 @@ def _of_views(unit, loss, cut, low=jnp.float32):
     return fun
 
 
-@functools.cache
 def _right_and_least_of_views(loss, low):
     """The gradient of a loss, and the error where nothing but operands is rounded."""
     right, least = (jax.grad(_of_views("by rsqrt", loss, "uncut", d)) for d in (jnp.float32, low))
@@ -105,19 +96,18 @@ def _right_and_least_of_views(loss, low):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("cut", AROUND)
 @pytest.mark.parametrize("loss", OF_TWO_VIEWS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_law_of_cotangents_each_is_as_its_value_also_behind_a_norm(dtype, loss, cut):
+def test_law_of_cotangents_each_is_as_its_value_also_behind_a_norm(dtype, loss):
     """Distances are read unrounded, so that of a norm's result neither it nor its cotangent is.
 
     Its derivative takes off what is along the result: here, nearly all of the cotangent.
     """
-    unit = in_turn(UNITS, (OF_TWO_VIEWS, loss), (AROUND, cut))
-    fun = _of_views(unit, loss, cut)
+    units = {cut: in_turn(UNITS, (OF_TWO_VIEWS, loss), (AROUND, cut)) for cut in AROUND}
+    funs = {cut: _of_views(unit, loss, cut) for cut, unit in units.items()}
     right, least = _right_and_least_of_views(loss, DTYPES[dtype])
-    for got in inside_and_outside(jax.grad, fun, POLICIES[dtype], W, X, NEAR):
-        assert np.linalg.norm(got - right) < 1.5 * least
+    for where, got in each_inside_and_outside(jax.grad, funs, POLICIES[dtype], W, X, NEAR):
+        assert np.linalg.norm(got - right) < 1.5 * least, where
 
 
 def test_the_logits_of_a_layer_and_scores_before_one_are_rounded():

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _small import together
 from jax import lax
 
 import mpjax
@@ -55,10 +56,10 @@ CUTS = {
 PAIRS = [(form, "uncut") for form in FORMS] + list(zip(FORMS, list(CUTS)[1:], strict=False))
 
 
-def _cases(names):
-    """Each name in each form and cut, under one policy and the other in turn."""
-    pairs = list(enumerate(PAIRS))
-    return [(n, *pair, list(LOW)[(i + j) % 2]) for i, n in enumerate(names) for j, pair in pairs]
+def _cases(names, name):
+    """The forms and cuts of one of some names, under one policy and the other in turn."""
+    first = list(names).index(name)
+    return [(*pair, list(LOW)[(first + i) % 2]) for i, pair in enumerate(PAIRS)]
 
 
 def _loss(w, x, support, form, target, low=None):
@@ -68,12 +69,23 @@ def _loss(w, x, support, form, target, low=None):
     )
 
 
-def _gradient(fun, *args):
-    return np.asarray(jax.jit(jax.grad(fun))(*args), np.float64)
+def _gradients(losses, *args):
+    """The gradients of losses by name, compiled as one program."""
+    taken = together({name: jax.grad(loss) for name, loss in losses.items()}, *args)
+    return {name: np.asarray(x, np.float64) for name, x in taken.items()}
 
 
-def _error(got, right):
-    return np.linalg.norm(got - right) / np.linalg.norm(right)
+def _check(losses, by_hand, right, *args):
+    """Holds the errors of cases, `(form, cut, policy)`, to those of `(form, policy)` by hand."""
+    taken = _gradients({str(key): fun for key, fun in (losses | by_hand).items()}, *args)
+
+    def error(key):
+        want = right[key[0]]
+        return np.linalg.norm(taken[str(key)] - want) / np.linalg.norm(want)
+
+    for form, cut, policy in losses:
+        hand = error((form, policy))
+        assert error((form, cut, policy)) <= 2 * max(hand, 2**-7), (form, cut, policy, hand)
 
 
 def _target(name):
@@ -90,26 +102,27 @@ def _of_support(name, form, cut="uncut", low=None):
     return lambda w, x: _loss(w, x, support, CUTS[cut](FORMS[form]), target, low)
 
 
-@functools.cache
-def _right(name, form):
-    values, support = SUPPORTS[name]
+def _right(name):
+    values, _ = SUPPORTS[name]
     with jax.enable_x64(True):
-        as_it_is = lambda p, c: FORMS[form](p, jnp.asarray(values, jnp.float64) + 0 * c)  # noqa: E731
-        loss = lambda w, x: _loss(w, x, support, as_it_is, _target(name))  # noqa: E731
-        return _gradient(loss, *map(jnp.float64, (W, X)))
-
-
-@functools.cache
-def _error_by_hand(name, form, policy):
-    return _error(_gradient(_of_support(name, form, low=LOW[policy]), W, X), _right(name, form))
+        as_it_is = lambda fun: lambda p, c: fun(p, jnp.asarray(values, jnp.float64) + 0 * c)  # noqa: E731
+        losses = {
+            form: functools.partial(
+                _loss, support=SUPPORTS[name][1], form=as_it_is(fun), target=_target(name)
+            )
+            for form, fun in FORMS.items()
+        }
+        return _gradients(losses, *map(jnp.float64, (W, X)))
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("name", "form", "cut", "policy"), _cases(SUPPORTS))
-def test_law_of_supports_the_errors_are_those_of_a_network_cast_by_hand(name, form, cut, policy):
-    hand = _error_by_hand(name, form, policy)
-    got = _gradient(mpjax.autocast(_of_support(name, form, cut), policy), W, X)
-    assert _error(got, _right(name, form)) <= 2 * max(hand, 2**-7), hand
+@pytest.mark.parametrize("name", SUPPORTS)
+def test_law_of_supports_the_errors_are_those_of_a_network_cast_by_hand(name):
+    losses, by_hand = {}, {}
+    for form, cut, policy in _cases(SUPPORTS, name):
+        losses[form, cut, policy] = mpjax.autocast(_of_support(name, form, cut), policy)
+        by_hand[form, policy] = _of_support(name, form, low=LOW[policy])
+    _check(losses, by_hand, _right(name), W, X)
 
 
 WEIGHTS = {
@@ -129,30 +142,23 @@ def _weighted(name, form, cut="uncut", low=None):
     return loss
 
 
-@functools.cache
-def _right_weighted(name, form):
-    """Returns a target, and the gradient of the loss in float64."""
+def _right_weighted(name):
+    """Returns a target, and the gradients of the losses in float64."""
+    noise = 0.05 * np.random.default_rng(1).normal(size=len(X))
     with jax.enable_x64(True):
         w, x, prices = (jnp.asarray(a, jnp.float64) for a in (W, X, _PRICES))
         exact = WEIGHTS[name](x @ w) @ prices + 0.1 * (x @ w)[:, 0]
-        target = np.asarray(exact + 0.05 * np.random.default_rng(1).normal(size=len(X)), np.float32)
-        loss = _weighted(name, form)
-        return target, _gradient(loss, w, x, prices, target.astype(np.float64))
-
-
-def _error_weighted(name, form, loss):
-    target, right = _right_weighted(name, form)
-    return _error(_gradient(loss, W, X, _PRICES, target), right)
-
-
-@functools.cache
-def _error_weighted_by_hand(name, form, policy):
-    return _error_weighted(name, form, _weighted(name, form, low=LOW[policy]))
+        target = np.asarray(exact + noise, np.float32)
+        losses = {form: _weighted(name, form) for form in FORMS}
+        return target, _gradients(losses, w, x, prices, target.astype(np.float64))
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("name", "form", "cut", "policy"), _cases(WEIGHTS))
-def test_law_of_supports_numbers_that_are_given_are_as_right(name, form, cut, policy):
-    hand = _error_weighted_by_hand(name, form, policy)
-    got = _error_weighted(name, form, mpjax.autocast(_weighted(name, form, cut), policy))
-    assert got <= 2 * max(hand, 2**-7), (got, hand)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_law_of_supports_numbers_that_are_given_are_as_right(name):
+    losses, by_hand = {}, {}
+    for form, cut, policy in _cases(WEIGHTS, name):
+        losses[form, cut, policy] = mpjax.autocast(_weighted(name, form, cut), policy)
+        by_hand[form, policy] = _weighted(name, form, low=LOW[policy])
+    target, right = _right_weighted(name)
+    _check(losses, by_hand, right, W, X, _PRICES, target)
