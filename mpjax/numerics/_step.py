@@ -61,8 +61,15 @@ class StepDiagnosis:
         """Returns the report of a state, with parameters, extra state and optimizer state."""
         if self._axis_name is not None:
             got = f"the step runs inside a shard_map over {self._axis_name!r}, and this outside."
-            fix = "Type mpjax.numerics.diagnose(loss, policy)(params, batch), where loss is the"
-            raise ValueError(message(_WHERE, got, fix, "mean over jax.shard_map of loss_fn."))
+            fix = "Type mpjax.numerics.diagnose(loss, policy, loss_scale=metrics['loss_scale'])"
+            fix += (
+                "(params, batch), where loss is jax.shard_map of the sum of the devices' losses, "
+            )
+            fix += (
+                f"jax.lax.psum(loss_fn(params, batch), {self._axis_name!r}): a mean would divide "
+            )
+            fix += "cotangents, which the step does not."
+            raise ValueError(message(_WHERE, got, fix))
         args = (state.params, state.extra_state, batch, state.amax_history)
         check_alive((*args, state.opt_state), (*_NAMES, "opt_state"), _WHERE)
         scale = current_loss_scale(state.opt_state).loss_scale

@@ -173,3 +173,25 @@ def test_autocast_inside_shard_map_leaves_nothing_for_jit_on_the_same_mesh(devic
     with jax.set_mesh(mesh(devices)):
         inside = jax.shard_map(grad, in_specs=P(), out_specs=P(), check_vma=False)
         assert_bitwise_equal(jax.jit(inside)(*args), jax.jit(grad)(*args))
+
+
+@pytest.mark.no_leak_check("a diagnosis holds what it traced")
+def test_what_overflows_in_a_step_in_a_shard_map_is_found_in_the_sum_of_its_losses(devices):
+    """The step divides gradients by the number of devices after the backward pass."""
+
+    def loss(params, x):
+        return jnp.mean(jax.nn.relu(x @ params) ** 2)
+
+    specs = {"mesh": mesh(devices), "in_specs": (P(), P("data")), "out_specs": P()}
+    params, batch = jnp.full((4, 4), 2.0), jnp.ones((8, 4))
+    kinds = []
+    for joined in (jax.lax.psum, jax.lax.pmean):
+        whole = jax.shard_map(lambda p, x, join=joined: join(loss(p, x), "data"), **specs)
+        look = mpjax.numerics.diagnose(whole, "16-mixed", loss_scale=2.0**15)
+        kinds.append(look(params, batch).cause.kind)
+    step = mpjax.make_train_step(
+        loss, optax.sgd(0.1), "16-mixed", axis_name="data", loss_scale=2.0**15
+    )
+    _, metrics = jax.jit(jax.shard_map(step, **specs))(step.init(params), batch)
+    assert not metrics["grads_finite"]
+    assert kinds == ["loss_scale", "none"]
