@@ -68,7 +68,8 @@ def autocast(
 
     Args:
       fun: any function of arrays; also a decorator, `@autocast("bf16-mixed")`.
-      policy: a policy, its name, or a `PolicyMap` over module paths.
+      policy: a policy, its name, or a `PolicyMap` over module paths. None for that of
+        `default_policy`; where none is set, that is float32, and autocast changes nothing.
       rules: another class for some operations or activations, `{"tanh": "full", "silu": "full"}`,
         or "widest": a float32 operand wins over a low one, as in PyTorch.
       dot_precision: the algorithm of every product that leaves it at the default: "tf32",

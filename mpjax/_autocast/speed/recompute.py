@@ -4,7 +4,7 @@ Saved for the backward pass are the group's low inputs and its small statistics:
 variance of a row, the maximum and sum of a softmax. They take little memory, and to recompute each
 would be another pass over the inputs. All other values are recomputed: in a loop, a float32 copy of
 a small input would be stacked beside the input. So are maxima that are compared with what is
-recomputed: see `extremes`.
+recomputed: see `known/extremes`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._autocast.known import traits
-from mpjax._autocast.speed import extremes, lowerings, passes, storage
+from mpjax._autocast.known import extremes, traits
+from mpjax._autocast.speed import lowerings, passes, storage
 from mpjax._autocast.speed.hints import hint
 from mpjax._autocast.speed.marks import FusedGroup
 from mpjax._base import compat

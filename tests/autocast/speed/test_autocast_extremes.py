@@ -1,4 +1,4 @@
-"""Maxima and minima in groups that the backward pass computes again: `speed/extremes`.
+"""Maxima and minima in groups that the backward pass computes again: `known/extremes`.
 
 These tests compile as `conftest.py` asks for, without optimisation: then a value that is computed
 again differs from the first in its last bit, as it may on a GPU or a TPU.

@@ -1,4 +1,6 @@
-"""Whether a backward pass may take a maximum that the forward pass saved.
+"""Which maxima are compared with other values, by their derivative or by the author.
+
+A backward pass that computes these values again may not take a maximum that was saved.
 
 The gradient of `max(z)` goes where `z == max(z)`, shared by as many as are equal. A `z` that is
 computed again by another kernel may differ in its last bit. Then no element is equal to the saved
