@@ -223,11 +223,33 @@ def updates_of(grads, state=START):
     return update(grads, state)[0]
 
 
+@jax.custom_vjp
+def normalised(params):
+    """`params`, whose cotangent is at most 2: that of `square` is, and a scaled one is not."""
+    return params
+
+
+normalised.defvjp(
+    lambda params: (params, None),
+    lambda _, cts: ({"w": cts["w"] * jnp.minimum(1, 2 / abs(cts["w"]).max())},),
+)
+
+
+def square_of_normalised(params, x):
+    return square(normalised(params), x)
+
+
 # As docs/recipes.md lists them: what nobody sees, and by how much its updates are wrong.
 UNSEEN = {
     "`jax.grad` into an optimizer that is wrapped": (lambda: updates_of(square_grads()), 1 / 8),
     "Gradients changed by your own arithmetic": (
         lambda: updates_of({"w": scaled_by_own(START)["w"] / SCALE.loss_scale}),
+        1 / 8,
+    ),
+    "A derivative of your own that clips or normalises cotangents": (
+        lambda: updates_of(
+            mpjax.grad(square_of_normalised, loss_scale=SCALE)(PARAMS, jnp.ones(2)),
+        ),
         1 / 8,
     ),
     "Scaled and unscaled gradients added": (
@@ -260,7 +282,7 @@ def test_what_is_not_seen_is_listed_openly_and_counted(name):
     bullets = re.findall(r"^- \*\*(.+?)\*\*", rest.partition("```python")[0], re.MULTILINE)
     assert [b for b in bullets if b.startswith(name)]
     assert len(bullets) == len(UNSEEN)
-    assert count == {5: "five", 6: "six", 7: "seven"}[len(UNSEEN)]
+    assert count == {6: "six", 7: "seven", 8: "eight"}[len(UNSEEN)]
 
 
 def test_tags_keep_no_gradient_alive():
