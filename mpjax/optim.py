@@ -406,16 +406,16 @@ def _check_skips(limit: int | None) -> None:
 
 def _check_update(updates: PyTree, state: Any, params: PyTree | None) -> None:
     where = "with_loss_scale.update"
+    order = "The gradients come first: tx.update(grads, opt_state, params)."
     if not isinstance(state, LossScaleState):
         got = f"the state is no LossScaleState; got a {type(state).__name__}."
         fix = "Make it with tx.init(params); restore a checkpoint into that, not by itself."
         if isinstance(updates, LossScaleState):
-            fix = "The gradients come first: tx.update(grads, opt_state, params)."
+            fix = order
         raise ValueError(message(where, got, fix))
     plain = gradient_params(params)
     if any(map(is_gradient, jax.tree.leaves(plain))):
-        fix = "The gradients come first: tx.update(grads, opt_state, params)."
-        raise ValueError(message(where, "got gradients in place of the parameters.", fix))
+        raise ValueError(message(where, "got gradients in place of the parameters.", order))
     if params is not None and jax.tree.structure(updates) != jax.tree.structure(plain):
         fix = ("Differentiate with respect to the parameters that you pass to update.",)
         pair = (("the gradients", updates), ("the parameters", plain))

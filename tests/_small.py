@@ -45,17 +45,16 @@ def together(programs, *args):
 
 
 def each_inside_and_outside(taken, funs, policy, *args):
-    """What `taken`, such as `jax.grad`, gives where autocast is around it, and inside of it.
+    """Gives results of `taken`, such as `jax.grad`, with autocast around it, and inside of it.
 
-    Of several functions by name, such as one cut in several ways, compiled as one program. Yields
-    `(name, place), result`.
+    Of several functions by name, such as one cut in several ways, compiled as one program: pairs of
+    `(name, place)` and a result.
     """
     programs = {}
     for name, fun in funs.items():
         programs[name, "inside"] = mpjax.autocast(taken(fun), policy)
         programs[name, "outside"] = taken(mpjax.autocast(fun, policy))
-    names = list(programs)
-    return zip(names, jax.jit(lambda *xs: [programs[n](*xs) for n in names])(*args), strict=True)
+    return together(programs, *args).items()
 
 
 def total(fun):

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from mpjax._scaling.loss_scale import (
 )
 from mpjax._scaling.owned import owned
 from mpjax._scaling.transformation import is_transformation, state_in
-from mpjax._scaling.wrappers import breaks, refusal
+from mpjax._scaling.wrappers import BREAKING, refusal
 
 DYNAMIC_FIELDS = tuple(DynamicLossScale.__slots__[1:])
 Adjustment = dict[str, Array] | LossScale | None
@@ -147,19 +147,15 @@ def refuse_before(opt_state: PyTree, where: str, *, is_optimizer: bool) -> None:
         a chain, and every ordered dictionary a named one. Else what stands before must be a
         state of optax or mpjax.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_state)
-    for path in (path for path, x in leaves if _is_state(x)):
-        node = opt_state
-        for key in path:
-            before = _before(node, key)
-            if before and (is_optimizer or all(map(_is_of_optax, before))):
-                kinds = ", ".join(type(x).__name__ for x in before)
-                got = f"with_loss_scale stands behind {len(before)} of its chain (state: {kinds}),"
-                got += " to which it leaves scaled gradients; clipping, say, would clip to nothing."
-                allowed = "Allowed: with_loss_scale around the chain, or first in it."
-                fix = "Move them inside: with_loss_scale(optax.chain(clip, adam), loss_scale)."
-                raise ValueError(message(where, got, allowed, fix))
-            node = _below(node, key)
+    for node, key in _nodes_to_scales(opt_state):
+        before = _before(node, key)
+        if before and (is_optimizer or all(map(_is_of_optax, before))):
+            kinds = ", ".join(type(x).__name__ for x in before)
+            got = f"with_loss_scale stands behind {len(before)} of its chain (state: {kinds}),"
+            got += " to which it leaves scaled gradients; clipping, say, would clip to nothing."
+            allowed = "Allowed: with_loss_scale around the chain, or first in it."
+            fix = "Move them inside: with_loss_scale(optax.chain(clip, adam), loss_scale)."
+            raise ValueError(message(where, got, allowed, fix))
 
 
 def _refuse_around(opt_state: PyTree, where: str) -> None:
@@ -167,15 +163,11 @@ def _refuse_around(opt_state: PyTree, where: str) -> None:
 
     Of a partition, each group has its own loss scale, or no state: what stands still, for example.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_state)
-    for path in (path for path, x in leaves if _is_state(x)):
-        node = opt_state
-        for key in path:
-            if breaks(node):
-                raise ValueError(refusal(node, where))
-            if isinstance(node, optax.transforms.PartitionState):
-                _check_groups(node, where)
-            node = _below(node, key)
+    for node, _ in _nodes_to_scales(opt_state):
+        if isinstance(node, BREAKING):
+            raise ValueError(refusal(node, where))
+        if isinstance(node, optax.transforms.PartitionState):
+            _check_groups(node, where)
 
 
 def _check_groups(state: Any, where: str) -> None:
@@ -187,10 +179,18 @@ def _check_groups(state: Any, where: str) -> None:
     if without:
         got = f"with_loss_scale is around some groups of optax.partition, and not {without[0]!r}, "
         got += "which would get gradients that are still scaled."
-        fix = (
-            "Type with_loss_scale(optax.partition(...), loss_scale): the wrapper around all of it."
-        )
+        fix = "Type with_loss_scale(optax.partition(...), loss_scale): it wraps all of them."
         raise ValueError(message(where, got, fix))
+
+
+def _nodes_to_scales(opt_state: PyTree) -> Iterator[tuple[Any, Any]]:
+    """Yields each node on the way to a loss scale, with the key that leads on from it."""
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_state)
+    for path in (path for path, x in leaves if _is_state(x)):
+        node = opt_state
+        for key in path:
+            yield node, key
+            node = _below(node, key)
 
 
 def _before(node: Any, key: Any) -> list[Any]:

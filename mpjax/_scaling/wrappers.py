@@ -1,10 +1,11 @@
-"""Which transformations of optax may be around `with_loss_scale`, and what to type instead."""
+"""Transformations of optax around `with_loss_scale`: those that may be, and the rest's refusal."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import optax
+import optax.contrib
 
 from mpjax._base.errors import message
 
@@ -14,6 +15,17 @@ RUN_INNER = (
     optax.InjectStatefulHyperparamsState,
 )
 """States of what runs the transformation inside in every step."""
+BREAKING = (
+    optax.MultiStepsState,
+    optax.ConditionallyTransformState,
+    optax.ConditionallyMaskState,
+    optax.contrib.SAMState,
+)
+"""States of what hands on scaled gradients, or does not forget one that is inf.
+
+`optax.lookahead` and `schedule_free` around a loss scale are right, but for the bits of a skipped
+step.
+"""
 
 
 def refusal(around: Any, where: str) -> str:
@@ -29,17 +41,3 @@ def refusal(around: Any, where: str) -> str:
     fix = "Put with_loss_scale around it, as in "
     fix += "mpjax.with_loss_scale(optax.contrib.schedule_free(tx))."
     return message(where, got, "Allowed around it: optax.chain.", fix)
-
-
-def breaks(state: Any) -> bool:
-    """Whether a state is of what hands on scaled gradients, or does not forget one that is inf.
-
-    `optax.lookahead` and `schedule_free` around a loss scale are right, but for the bits of a
-    skipped step.
-    """
-    return type(state).__name__ in _BREAKING and type(state).__module__.startswith("optax.")
-
-
-_BREAKING = frozenset(
-    {"MultiStepsState", "ConditionallyTransformState", "ConditionallyMaskState", "SAMState"}
-)

@@ -193,10 +193,8 @@ def check_scale_fits(
     if reached < leaves and any(state.adjustment is not None for state in scale_states):
         got = f"with_loss_scale sees {reached} arrays of {leaves} parameters: what is around it "
         got += "splits or joins them, and may leave some gradients scaled."
-        fix = (
-            "Type with_loss_scale(optax.partition(...)), or with optax.masked or optax.flatten in "
-        )
-        fix += "its place: the wrapper around all of it."
+        fix = "Type with_loss_scale(optax.partition(...)), or with optax.masked or optax.flatten"
+        fix += " in its place: the wrapper around all of it."
         raise ValueError(message("make_train_step", got, fix))
     if not isinstance(wanted, NoOpLossScale) and all(x.adjustment is None for x in scale_states):
         got = f"{policy} computes in float16, and with_loss_scale(tx) was given no loss scale: "

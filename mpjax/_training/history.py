@@ -47,10 +47,9 @@ def history_of(
         return None
     if batch is None:
         got = f"{policy} scales by amax histories, and what has one is found in a batch."
-        fix = (
-            "Type step.init(params, batch=batch), or step.adopt(state, batch=batch); in mpjax.nnx, "
-        )
-        raise ValueError(message("train step", got, fix + "step.init(batch=batch)."))
+        fix = "Type step.init(params, batch=batch), or step.adopt(state, batch=batch);"
+        fix += " in mpjax.nnx, step.init(batch=batch)."
+        raise ValueError(message("train step", got, fix))
 
     # The largest power of two in float16: more would be inf as the seed of a float16 loss.
     seed = jnp.minimum(jnp.asarray(loss_scale.loss_scale, FLOAT32), 2.0**15)

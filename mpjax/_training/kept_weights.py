@@ -11,7 +11,7 @@ import jax
 
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
-from mpjax._base.quantized_array import QuantizedArray, dequantize
+from mpjax._base.quantized_array import dequantize, is_quantized
 from mpjax._base.tree import path_str
 from mpjax._base.typing import PyTree
 
@@ -24,14 +24,10 @@ class _Kept:
     place: int
 
 
-def _is_weight(x: Any) -> bool:
-    return isinstance(x, QuantizedArray)
-
-
 def places(extra_state: PyTree) -> list[int]:
     """Returns the places of 8-bit weights among the leaves of the extra state."""
-    leaves = jax.tree.leaves(extra_state, is_leaf=_is_weight)
-    return [i for i, x in enumerate(leaves) if _is_weight(x)]
+    leaves = jax.tree.leaves(extra_state, is_leaf=is_quantized)
+    return [i for i, x in enumerate(leaves) if is_quantized(x)]
 
 
 def keeping(fun: Callable[..., Any], of: Sequence[int]) -> Callable[..., Any]:
@@ -59,7 +55,7 @@ def put_back(new: PyTree, old: PyTree) -> PyTree:
       new: the extra state, or what stands beside it.
       old: the extra state that the function was given.
     """
-    weights = jax.tree.leaves(old, is_leaf=_is_weight)
+    weights = jax.tree.leaves(old, is_leaf=is_quantized)
     return jax.tree.map(
         lambda x: weights[x.place] if isinstance(x, _Kept) else x,
         new,
@@ -69,9 +65,9 @@ def put_back(new: PyTree, old: PyTree) -> PyTree:
 
 def check_kept(new: PyTree, old: PyTree) -> None:
     """Refuses extra state in which an array stands where an 8-bit weight was."""
-    returned = dict(jax.tree_util.tree_leaves_with_path(new, is_leaf=_is_weight))
-    for path, weight in jax.tree_util.tree_leaves_with_path(old, is_leaf=_is_weight):
-        if _is_weight(weight) and not _is_weight(returned.get(path, weight)):
+    returned = dict(jax.tree_util.tree_leaves_with_path(new, is_leaf=is_quantized))
+    for path, weight in jax.tree_util.tree_leaves_with_path(old, is_leaf=is_quantized):
+        if is_quantized(weight) and not is_quantized(returned.get(path, weight)):
             got = f"{path_str(path)!r} was {weight!r}; the loss function returned "
             got += f"{describe(returned[path])}."
             fix = "8-bit weights cannot be trained: return them as they came."

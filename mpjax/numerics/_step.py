@@ -62,13 +62,9 @@ class StepDiagnosis:
         if self._axis_name is not None:
             got = f"the step runs inside a shard_map over {self._axis_name!r}, and this outside."
             fix = "Type mpjax.numerics.diagnose(loss, policy, loss_scale=metrics['loss_scale'])"
-            fix += (
-                "(params, batch), where loss is jax.shard_map of the sum of the devices' losses, "
-            )
-            fix += (
-                f"jax.lax.psum(loss_fn(params, batch), {self._axis_name!r}): a mean would divide "
-            )
-            fix += "cotangents, which the step does not."
+            fix += "(params, batch), where loss is jax.shard_map of the sum of the devices' losses,"
+            fix += f" jax.lax.psum(loss_fn(params, batch), {self._axis_name!r}): a mean would"
+            fix += " divide cotangents, which the step does not."
             raise ValueError(message(_WHERE, got, fix))
         args = (state.params, state.extra_state, batch, state.amax_history)
         check_alive((*args, state.opt_state), (*_NAMES, "opt_state"), _WHERE)

@@ -1,4 +1,4 @@
-"""Which maxima are compared with other values, by their derivative or by the author.
+"""Maxima that are compared with other values, by their derivative or by the author.
 
 A backward pass that computes these values again may not take a maximum that was saved.
 

@@ -172,6 +172,11 @@ def _softmax_by_hand(x, w):
     return (e @ w) / e.sum(-1, keepdims=True)
 
 
+def _deep(head):
+    """A head behind two layers, whose swishes may be small."""
+    return lambda x, w: head(jax.nn.silu(jax.nn.silu(x @ w) @ w), w)
+
+
 LOW = {
     "a softmax": lambda x, w: jax.nn.softmax(x @ w) @ w,
     "a softmax by hand": _softmax_by_hand,
@@ -191,15 +196,6 @@ LOW = {
         @ w
     ),
     "a spread of a latent": lambda x, w: (x @ w + jnp.exp(0.5 * (x @ w)) * x) @ w,
-}
-
-
-def _deep(head):
-    """A head behind two layers, whose swishes may be small."""
-    return lambda x, w: head(jax.nn.silu(jax.nn.silu(x @ w) @ w), w)
-
-
-LOW |= {
     "a mean over its spread": _deep(lambda h, w: h @ w / (jax.nn.softplus(h @ w.T) + 1e-3)),
     "times its reciprocal": _deep(lambda h, w: h @ w * (1 / (jax.nn.softplus(h @ w.T) + 1e-3))),
     "over an elu": _deep(lambda h, w: h @ w / (jax.nn.elu(h @ w.T) + 1.001)),
