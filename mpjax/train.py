@@ -346,11 +346,13 @@ def make_train_step(
     Raises:
       ValueError: `accumulate` is less than 1 or does not divide the batch, or leaves of the batch
         differ in the size of the axis that is split; `rounding` is no name
-        of one, or `tx` owns the rounding already; `watch` is less than 1.
+        of one, or `tx` owns the rounding already; `watch` is less than 1; `weighted`, and the loss
+        and its weight are returned in the other order.
       TypeError: the loss is no floating scalar, or `loss_fn` does not return what it should.
 
     Warns:
-      PolicyWarning: in `init`, updates will be lost to rounding; `rounding` of float32 parameters.
+      PolicyWarning: in `init`, updates will be lost to rounding; `rounding` of float32 parameters;
+        in the first step, the loss does not depend on the parameters.
 
     Dtypes:
       Parameters in `param_dtype`, computation in `compute_dtype`, gradients float32. Complex

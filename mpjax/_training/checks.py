@@ -388,7 +388,7 @@ def split_outputs(
         out, aux = pair(out, f"({loss}, aux)")
     if weighted:
         out, weight = pair(out, "(loss, weight), as weighted=True says")
-        weight = jax.lax.stop_gradient(_checked_weight(weight).astype(FLOAT32))
+        weight = _checked_weight(weight).astype(FLOAT32)
     return out, (weight, extra_state, aux)
 
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from mpjax._base.averaged import averaged_over
@@ -16,6 +17,7 @@ from mpjax._scaling.grad import localised, mean, of_shard
 from mpjax._scaling.loss_scale import LossScale
 from mpjax._training import kept_weights
 from mpjax._training.checks import check_whole, split_outputs
+from mpjax._training.dependence import check_trains
 from mpjax._training.gradients import value_and_grad
 from mpjax._training.history import of_policy, tracked, untracked
 from mpjax._training.line_search import with_scaled_cotangents
@@ -106,7 +108,10 @@ class StepLoss:
             rest = kept_weights.put_back(rest, extra_state)
             kept_weights.check_kept(rest[1], extra_state)
         # A constant loss, which JAX differentiates too.
-        return jnp.asarray(loss) if isinstance(loss, float) else loss, rest
+        loss = jnp.asarray(loss) if isinstance(loss, float) else loss
+        weight, *others = rest
+        loss = check_trains(loss, weight, params)
+        return loss, (jax.lax.stop_gradient(weight), *others)
 
 
 def _conjugated(_: Any, grad: Any) -> Any:

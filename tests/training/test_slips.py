@@ -571,3 +571,52 @@ def test_no_gradient_goes_into_a_weight():
     step = mpjax.make_train_step(loss_fn, optax.sgd(1.0), weighted=True)
     state, _ = step(step.init(jnp.float32(3)), jnp.float32(0.5))
     assert float(state.params) == 2.5
+
+
+# -- a loss that trains nothing --------------------------------------------------------------------
+
+
+def of_others(params, x):
+    return jnp.mean(jnp.tanh(x @ PARAMS["w"]))  # not `params`
+
+
+def of_hits(params, x):
+    return jnp.mean(jnp.argmax(x * params["w"], axis=-1) == 1) * 1.0
+
+
+@pytest.mark.parametrize("policy", [None, "16-mixed"])
+@pytest.mark.parametrize("loss_fn", [of_others, of_hits, lambda params, x: jnp.sum(x)])
+def test_a_loss_that_does_not_depend_on_the_parameters_is_warned_of_once(loss_fn, policy):
+    step = mpjax.make_train_step(loss_fn, optax.sgd(1.0), policy, accumulate=2)
+    state = step.init(PARAMS)
+    with pytest.warns(mpjax.PolicyWarning, match="does not depend on the parameters") as caught:
+        state, _ = step(state, BATCH["x"])
+    assert len(caught) == 1
+    step(state, BATCH["x"])  # without a word: it is compiled already
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_loss_that_does_not_depend_on_the_parameters_is_warned_of_over_shards(devices, check_vma):
+    mesh = Mesh(np.array(devices[:4]), ("data",))
+    step = mpjax.make_train_step(of_others, optax.sgd(1.0), axis_name="data")
+    run = over_shards(step._step, mesh, P(), P("data"), check_vma=check_vma)
+    with pytest.warns(mpjax.PolicyWarning, match="nothing is trained"):
+        state, _ = run(step.init(PARAMS), BATCH["x"])
+    assert_bitwise_equal(state.params, PARAMS)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_loss_and_its_weight_in_the_other_order_are_refused(accumulate):
+    def swapped(params, batch):
+        loss, count = masked_loss(params, batch)
+        return count, loss
+
+    step = mpjax.make_train_step(swapped, optax.sgd(1.0), weighted=True, accumulate=accumulate)
+    with pytest.raises(ValueError, match=r"Return \(loss, weight\)"):
+        step(step.init(PARAMS), BATCH)
+
+
+def test_a_loss_that_some_parameters_do_not_reach_is_taken_in_silence():
+    step = mpjax.make_train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.sgd(1.0))
+    state, _ = step(step.init({**PARAMS, "other": jnp.ones(3)}), BATCH["x"])
+    assert not np.array_equal(state.params["w"], PARAMS["w"])
