@@ -78,6 +78,7 @@ class Numbering:
         self._constants: set[int] = set()
         self._uniform: set[int] = set()  # one number, or copies of it
         self._moved: dict[int, dict[Any, int]] = {}  # what it was moved from, by shape
+        self._placed: dict[int, tuple[bool, list[int]]] = {}  # whether it was cut out, and where
 
     def walk(self, decided: Decided) -> None:
         """Numbers the values of a whole program."""
@@ -169,6 +170,8 @@ class Numbering:
             if name == "broadcast_in_dim" and self._uniform.issuperset(operands):
                 self._uniform.update(numbers)
         elif name in _MAY_GIVE_BACK and (one := self._one(eqn, operands)) is not None:
+            if self._is_shifted(eqn, operands, first, one[0]):
+                return numbers
             if name in _RESHAPES and size(shape) == size(one[1]):
                 numbers = [self._of(("reshaped", one[0], shape))]
             return [
@@ -189,6 +192,26 @@ class Numbering:
                 return None
             one = number, atom.aval.shape
         return one
+
+    def _is_shifted(self, eqn: Eqn, operands: Sequence[int], made: int, of: int) -> bool:
+        """Whether a value is padded and cut out again, or the reverse, at another place.
+
+        Such are the neighbours in a window, and tokens that are one later.
+        """
+        if eqn.primitive.name == "slice":
+            place = True, list(eqn.params["start_indices"])
+        elif eqn.primitive.name == "pad":
+            place = False, [low for low, _, _ in eqn.params["padding_config"]]
+        elif eqn.primitive.name == "concatenate":
+            before = eqn.invars[: list(operands).index(of)]
+            along, starts = eqn.params["dimension"], [0] * eqn.outvars[0].aval.ndim
+            starts[along] = sum(v.aval.shape[along] for v in before)
+            place = False, starts
+        else:
+            return False
+        self._placed[made] = place
+        is_cut, earlier = self._placed.get(of, place)
+        return is_cut != place[0] and earlier != place[1]
 
     def _as_moved(self, number: int, of: int, shape: Any, out: Any) -> int:
         """Returns a moved value's number: the old one if it is moved back to an earlier shape."""

@@ -158,6 +158,10 @@ THE_SAME = {
         - _net_of(x, w, v),
     "one copy in a branch": lambda x, w, v: _net_of(x, w, v)
         - lax.cond(x[0, 0] > 0, _net_of, lambda *args: _net_of(*args), x, w, v),
+    "of a padded input, cut out": lambda x, w, v: _net_of(jnp.pad(x, 2)[2:-2, 2:-2], w, v)
+        - _net_of(x, w, v),
+    "of a cut out input, padded": lambda x, w, v: _net_of(jnp.pad(x[1:], ((1, 0), (0, 0))), w, v)
+        - _net_of(x, w, v),
     "a ratio": lambda x, w, v: _net_of(x, w, v) / _net_of(x, w, v),
     "sums over an axis": lambda x, w, v: _net_of(x, w, v).sum(1) - (2 * _net_of(x, w, v)).sum(1),
     "a negated copy": lambda x, w, v: -_net_of(x, w, v) + _net_of(x, w, v),
@@ -179,6 +183,12 @@ OTHER = {
     "other inputs": lambda x, w, v: jnp.subtract(*(_net_of(u, w, v) for u in jnp.split(x, 2))),
     "a negated input": lambda x, w, v: _net_of(x, w, v) - _net_of(-x, w, v),
     "a transposed input": lambda x, w, v: _net_of(x[:6], w, v) - _net_of(x[:6] @ w.T, w, v),
+    "neighbours in a window": lambda x, w, v: (lambda p: _net_of(p[:-1], w, v)
+        - _net_of(p[1:], w, v))(jnp.pad(x, ((0, 1), (0, 0)))),
+    "tokens that are one later": lambda x, w, v: _net_of(x, w, v)
+        - _net_of(jnp.pad(x[:-1], ((1, 0), (0, 0))), w, v),
+    "tokens that are one later, joined": lambda x, w, v: _net_of(x, w, v)
+        - _net_of(jnp.concatenate([jnp.zeros((1, 6)), x[:-1]]), w, v),
     "other random bits": lambda x, w, v: _dropped(0, x, w, v) - _dropped(1, x, w, v),
     "a measurement": lambda x, w, v: _net_of(x + _measured(x), w, v)
         - _net_of(x + _measured(x), w, v),
