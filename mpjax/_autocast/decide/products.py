@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from mpjax._autocast.decide import read_flags, reasons, states
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Settings
-from mpjax._autocast.decide.must import conditioned, of_losses, weights
+from mpjax._autocast.decide.must import of_losses, weights
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import Kind, State
@@ -111,8 +111,10 @@ def _why_not_low(
         return values.of_user(eqn, states.WIDE) or reasons.KEPT_BY_RULES
     if reason := reasons.as_written(eqn):
         return reason
-    if low == FLOAT16 and any(map(values.is_exponential, eqn.invars[:2])):
-        return reasons.EXPONENTIAL
+    if low == FLOAT16:
+        too_large = filter(None, map(values.out_of_range, eqn.invars[:2]))
+        if reason := next(too_large, None):
+            return reason
     if low == FLOAT16 and weights.are_divided(eqn, read, values.facts):
         return reasons.WEIGHTS
     held = [values.state(v) for v in eqn.invars[:2]]
@@ -132,6 +134,8 @@ def _is_result_exact(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:
     """
     if read & _EXACT_RESULT or low == FLOAT32 or contraction.only_sums(eqn):
         return True
+    if _counts(values, eqn):
+        return True
     if read & read_flags.SCALED and low == FLOAT16:
         return True
     if not read & read_flags.FORWARD and (read & read_flags.NEAR or _is_of_a_loss(values, eqn)):
@@ -139,6 +143,12 @@ def _is_result_exact(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:
     if read & read_flags.LATER:
         return False
     return bool(read & (read_flags.OUTPUT | read_flags.ACCUMULATOR)) or scopes.is_transposed(eqn)
+
+
+def _counts(values: Rounding, eqn: Eqn) -> bool:
+    """Whether a product is of no float, as of one-hot rows: it counts, and is no layer's result."""
+    operands = (facts.of_atom(v, values.facts) for v in eqn.invars[:2])
+    return all(f.flags & fact_flags.CONSTANT for f in operands)
 
 
 def _is_of_a_loss(values: Rounding, eqn: Eqn) -> bool:
@@ -172,7 +182,7 @@ def _may_be_large(values: Rounding, operand: Any) -> bool:
     if not facts.of_atom(operand, values.facts).flags & fact_flags.CONSTANT:
         return False
     known = values.state(operand).values
-    return known is None or any(abs(v) > conditioned.MUCH for v in known)
+    return known is None or any(abs(v) > fact_flags.MUCH for v in known)
 
 
 def _result(read: int, low: Any, *, exact: bool) -> State:

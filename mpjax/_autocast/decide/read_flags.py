@@ -67,6 +67,8 @@ DIVIDED = 1 << 29
 """A product is divided by a sum of its weights, however small these are: float16 holds none that
 is less than 6e-8.
 """
+UNHELD = 1 << 30
+"""A product reads it that is float32 under float16, which might not hold an operand of it."""
 
 # -- whose cotangents add up -----------------------------------------------------------------------
 

@@ -38,10 +38,20 @@ from mpjax._autocast.decide.read_flags import (
     SOLUTION,
     TESTED,
     TURNS,
+    UNHELD,
     UNROUNDED,
     WHOLE,
 )
-from mpjax._autocast.known import contraction, facts, fusible, named_attention, scopes, traits, ways
+from mpjax._autocast.known import (
+    contraction,
+    facts,
+    fusible,
+    named_attention,
+    ranges,
+    scopes,
+    traits,
+    ways,
+)
 from mpjax._autocast.known.activations import is_activation
 from mpjax._base import compat
 from mpjax._jaxpr import structure
@@ -176,8 +186,10 @@ def _of_attention(eqn: Eqn, later: int) -> list[int]:
 def _by_rule(eqn: Eqn, out_read: int, later: int, known: facts.Facts) -> list[int]:
     name = eqn.primitive.name
     if name in PRODUCTS:
-        reads = _of_product(eqn, out_read, later)
-        return [r | DIVIDED for r in reads] if weights.are_divided(eqn, out_read, known) else reads
+        flags = DIVIDED if weights.are_divided(eqn, out_read, known) else 0
+        if any(facts.of_atom(v, known).flags & ranges.UNHELD for v in eqn.invars[:2]):
+            flags |= UNHELD
+        return [read | flags for read in _of_product(eqn, out_read, later)]
     if name in MOVES:
         moved = out_read & ~WHOLE if name in traits.RESIZES else out_read
         return [moved] * len(eqn.invars)

@@ -97,7 +97,9 @@ WEIGHTS = Reason(
     f"range: divided by a sum of the same weights, which float16 might not hold{_CAST}"
 )
 EXPONENTIAL = Reason(f"range: float16 might not hold an exponential{_CAST}")
-OUT_OF_RANGE = frozenset({WEIGHTS, EXPONENTIAL})
+POWERS = Reason(f"range: float16 might not hold a sum of powers{_CAST}")
+UNHELD = Reason("read by a product of what float16 might not hold")
+OUT_OF_RANGE = frozenset({WEIGHTS, EXPONENTIAL, POWERS})
 """For these a product is float32 together with its gradients, whose cotangents are out of range."""
 UNKNOWN_CONSTANT = Reason("a constant whose values are not known")
 UNCHANGED = Reason("nothing low goes into it", By.OPERANDS)

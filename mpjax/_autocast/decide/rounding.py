@@ -137,7 +137,9 @@ class Rounding:
             return reasons.SCALED
         if read & read_flags.DIVIDED:
             return reasons.WEIGHTS
-        return reasons.POWER if self.is_power(var, read) else None
+        if self.is_power(var, read):
+            return reasons.POWER
+        return reasons.UNHELD if read & read_flags.UNHELD else self.out_of_range(var)
 
     def is_power(self, var: Any, read: int) -> bool:
         """Whether a value is a power, or a product of two, that no product reads.
@@ -189,11 +191,17 @@ class Rounding:
 
     def may_be_out_of_range(self, eqn: Eqn, read: int) -> bool:
         """Whether float16 might not hold what an operation makes for a product."""
-        return bool(read & read_flags.DIVIDED) or any(map(self.is_exponential, eqn.outvars))
+        is_read_so = read & (read_flags.DIVIDED | read_flags.UNHELD)
+        return bool(is_read_so) or any(map(self.out_of_range, eqn.outvars))
 
-    def is_exponential(self, atom: Any) -> bool:
-        """Whether a value is one that float16 might not hold, although a product reads it."""
-        return bool(facts.of_atom(atom, self.facts).flags & ranges.EXPONENTIAL)
+    def out_of_range(self, atom: Any) -> Reason | None:
+        """Why float16 might not hold a value, although a product reads it; None where it does."""
+        flags = facts.of_atom(atom, self.facts).flags
+        if flags & ranges.EXPONENTIAL:
+            return reasons.EXPONENTIAL
+        if flags & ranges.OUTSIDE:
+            return reasons.NO_LOW_CONSTANT
+        return reasons.POWERS if flags & ranges.POWERS else None
 
     def because(self, eqn: Eqn, own: Reason | None) -> Reason:
         """The reason of the dtype of an operation's first result, which is recorded.
@@ -261,7 +269,9 @@ class Rounding:
             self.settings.policy, Policy
         ):
             return None
-        return None if self.settings.as_written else self.low
+        if self.settings.as_written or (self.low == FLOAT16 and self.out_of_range(var)):
+            return None
+        return self.low
 
 
 def _low(dtype: Any) -> Any:

@@ -15,12 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._autocast.known.fact_flags import AMOUNTS, ASSEMBLED, EITHER, NEGATED, STENCIL
+from mpjax._autocast.known.ranges import OUTSIDE
 from mpjax._base import compat
 
 _MOST_READ = 1 << 14
 """Larger arrays on a device are not read, and so many numbers of a larger one of NumPy are."""
 _FEW = 256
 """So few random weights do not add up to 0 by chance."""
+_LOST = 2.0**-6
+"""So much of the root of a sum of squares may be lost to float16; of most arrays it is 2**-12."""
 _EQUAL = 1e-6
 """So much of the largest number, or of the sum of all, is rounding in float32."""
 
@@ -37,10 +40,11 @@ def flags(value: Any) -> int:
     some = _some(array).astype(np.float64)
     if not np.isfinite(some).all():
         return 0
+    outside = 0 if _is_held(array if array.size <= _MOST_READ else some) else OUTSIDE
     if not np.ptp(some):  # as all initial weights of a layer may be
-        return NEGATED if some[0] < 0 and _are_whole(some) else 0
+        return outside | (NEGATED if some[0] < 0 and _are_whole(some) else 0)
     is_signed, is_grid = bool((some < 0).any()), _is_a_grid(some)
-    made = 0 if some.all() else ASSEMBLED
+    made = outside | (0 if some.all() else ASSEMBLED)
     if is_grid or (some.max() > 1 and not is_signed):
         made |= AMOUNTS
     if is_signed and (is_grid or array.size <= _FEW) and _subtracts(array):
@@ -68,6 +72,19 @@ def _some(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if row.size <= _MOST_READ:
         return row
     return row[np.random.default_rng(0).integers(row.size, size=_MOST_READ)]
+
+
+def _is_held(array: np.ndarray[Any, Any]) -> bool:
+    """Whether float16 holds an array, and each of its rows and columns.
+
+    A table of constants of nature may have columns of 1e6 and of 1e-9. Weights have no such rows.
+    """
+    with np.errstate(over="ignore"):
+        exact, held = (array.astype(d).astype(np.float64) for d in (np.float32, np.float16))
+    lost = exact - held
+    along = [None, *range(array.ndim)]
+    sums = ((np.sum(lost**2, axis), np.sum(exact**2, axis)) for axis in along)
+    return all((of_lost <= _LOST**2 * of_all).all() for of_lost, of_all in sums)
 
 
 def _subtracts(array: np.ndarray[Any, Any]) -> bool:

@@ -39,6 +39,11 @@ def adds_few(eqn: Eqn) -> bool:
     return eqn.primitive.name == "dot_general" and 1 < terms(eqn) <= FEW
 
 
+def is_by_a_vector(eqn: Eqn) -> bool:
+    """Whether one operand of a `dot_general` has no axes but those that are summed, or shared."""
+    return not free_axes(eqn, 0) or not free_axes(eqn, 1)
+
+
 def free_axes(eqn: Eqn, operand: int) -> list[Any]:
     """Returns the sizes of the axes of a `dot_general`'s operand that stay in its result alone."""
     summed, batch = (axes[operand] for axes in eqn.params["dimension_numbers"])

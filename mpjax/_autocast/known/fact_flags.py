@@ -55,9 +55,11 @@ STENCIL = 1 << 17
 """
 AMOUNTS = 1 << 18
 """Constants that are no layer's weights, such as coordinates and prices; made of these alone."""
-# The flags from `1 << 19` to `1 << 26` are those of `ranges`.
+# The flags from `1 << 19` to `1 << 29` are those of `ranges`.
 _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
+MUCH = 64.0
+"""A value that is scaled by so much may be out of float16's range; caps of logits are by 50."""
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one

@@ -222,12 +222,12 @@ def _constant(eqn: Eqn, floats: Sequence[Fact]) -> Fact:
     name = eqn.primitive.name
     if not floats:
         return _SOME_CONSTANT
+    flags = CONSTANT | ranges.of_constants(eqn, floats)
     if only_moves(eqn):
-        first = floats[0]
-        return first._replace(flags=first.flags | REPEATED) if fact_flags.repeats(eqn) else first
-    flags = CONSTANT | fact_flags.signs(eqn, floats)
+        flags |= floats[0].flags | (REPEATED if fact_flags.repeats(eqn) else 0)
+        return floats[0]._replace(flags=flags)
+    flags |= fact_flags.signs(eqn, floats) | fact_flags.of_a_difference(eqn, floats)
     flags |= SCALAR if all(f.flags & SCALAR for f in floats) else 0
-    flags |= fact_flags.of_a_difference(eqn, floats)
     if name == "mul":
         return Fact(flags, math.prod(f.least for f in floats), math.prod(f.most for f in floats))
     if name == "div" and 0 < floats[1].least <= floats[1].most < math.inf:

@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._autocast.known import contraction, factors, roots, traits
+from mpjax._autocast.known import contraction, factors, roots, totals, traits
 from mpjax._autocast.known.fact_flags import (
     CONSTANT,
     DERIVED,
     FUNCTIONS,
+    MUCH,
     PRODUCT,
     REPEATED,
     SCALAR,
     is_data,
     is_epsilon,
+    scales_up,
     union,
 )
 from mpjax._jaxpr.equation import Eqn
@@ -43,18 +45,35 @@ INVERSE = 1 << 25
 """1 over a value, or over its root, times weights: by a norm's, values become smaller."""
 WEIGHED = 1 << 26
 """A product of `CURVED` values with others, as `k.T @ v` is, and no layer: it may be as small."""
+LARGE = 1 << 27
+"""Multiplied by a known number of 64 or more, as scores are before a softmax of one winner."""
+POWERS = 1 << 28
+"""A sum of squares, such as a mean squared error, but not its root; or a third or higher power."""
+OUTSIDE = 1 << 29
+"""A constant array that float16 does not hold: past 65504, or below 6e-8."""
+UNHELD = POWERS | OUTSIDE
+"""Values in units of their own; so may the other operand be of a product that reads them."""
 _CUMULATIVE = frozenset({"cumprod", "cumlogsumexp"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "sinh", "cosh"})
 _MULTIPLY = traits.SCALES | PRODUCTS
 _HAND_ON_SIZE = factors.HANDS_ON | _MULTIPLY
 _LIMITED = frozenset({"min", "clamp"})
+_HAND_ON_RANGE = MOVES | traits.ADDS | traits.SCALES | traits.LIMITS | traits.JOINS | {"neg"}
 
 
 def of_operation(eqn: Eqn, floats: Sequence[Any]) -> int:
     """Returns these flags of an operation's results, given the facts of its float operands."""
     some, _ = union(floats)
     flags = _of_exponentials(eqn, floats, some) | _curved(eqn, some) | _weighed(eqn, floats, some)
-    return flags | _grown(eqn, floats, some) | _inverse(eqn, floats, some)
+    flags |= _grown(eqn, floats, some) | _inverse(eqn, floats, some)
+    flags |= some & OUTSIDE if eqn.primitive.name in MOVES else 0
+    return flags | _large(eqn, floats, some) | _powers(eqn, floats, some)
+
+
+def of_constants(eqn: Eqn, floats: Sequence[Any]) -> int:
+    """Returns which of these flags are told of what constants alone make, such as counts."""
+    some, _ = union(floats)
+    return _of_exponentials(eqn, floats, some) & TOP | _large(eqn, floats, some)
 
 
 def _curved(eqn: Eqn, some: int) -> int:
@@ -114,6 +133,32 @@ def _inverse(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
     return some & INVERSE if name in MOVES or is_by_weights else 0
 
 
+def _large(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
+    """Returns `LARGE` of what a number multiplies, and of what is moved, added to or limited."""
+    name = eqn.primitive.name
+    if name in traits.SCALES and scales_up(eqn, floats, MUCH):
+        return LARGE
+    return some & LARGE if name in _HAND_ON_RANGE else 0
+
+
+def _powers(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
+    """Returns `POWERS` of a sum of squares, a cube, and what is linear in one."""
+    name = eqn.primitive.name
+    if name in PRODUCTS:
+        return POWERS if contraction.only_sums(eqn) and is_gram(floats) else 0
+    if totals.is_total(eqn) and floats[0].factors > 1:
+        return POWERS
+    if name in factors.MULTIPLY and factors.count(eqn, floats) > 2 and not some & DERIVED:
+        return POWERS
+    if (name in _LIMITED and some & CONSTANT) or (name == "div" and not _is_a_number(floats[1])):
+        return 0
+    return some & POWERS if name in _HAND_ON_RANGE else 0
+
+
+def _is_a_number(fact: Any) -> bool:
+    return bool(fact.flags & (CONSTANT | SCALAR))
+
+
 def _is_of_any_size(fact: Any) -> bool:
     """Whether a value is data or made by products, and not bounded, as a sigmoid is."""
     if not fact.factors or fact.flags & (CONSTANT | SCALAR | CHANCES | INVERSE):
@@ -142,8 +187,7 @@ def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
         _, every = union([f for f in floats if not is_epsilon(f)])
         return some & (TOP | UNDER) | every & EXPONENTIAL
     if name in traits.SCALES:
-        is_by_a_number = any(f.flags & (CONSTANT | SCALAR) for f in floats)
-        if is_by_a_number:
+        if any(map(_is_a_number, floats)):
             return some & (UNDER | EXPONENTIAL | CHANCES)
         if name == "mul":  # a loss scale falls where a cotangent does not fit
             return 0 if some & DERIVED else some & EXPONENTIAL
@@ -155,7 +199,7 @@ def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
 
 def of_branches(some: int, every: int) -> int:
     """Returns these flags of one of several values, `where(c, a, b)`: of those of some, of all."""
-    return some & (EXPONENTIAL | CURVED | WEIGHED | GROWN) | every & (
+    return some & (EXPONENTIAL | CURVED | WEIGHED | GROWN | LARGE | POWERS) | every & (
         TOP | UNDER | CHANCES | INVERSE
     )
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _cuts import AROUND
-from _small import each_inside_and_outside, products
+from _small import each_inside_and_outside, products, together
 from jax import lax
 
 import mpjax
@@ -293,3 +293,80 @@ def test_layers_before_weights_of_a_mean_are_low(name, cut, inside):
 
 def test_exponentials_below_their_maximum_are_weights_in_range():
     assert "float32" not in products(mpjax.autocast(_by_chances, "16-mixed"), X, W)
+
+
+# Sums of squares that a product reads: float32 holds them where float16 does not.
+POWERS = {
+    "causal weights": lambda r, cut: jnp.exp(
+        -cut(lambda e: jnp.tril(jnp.ones((8, 8)), -1) @ e)(jnp.mean(r.reshape(8, -1) ** 2, 1))
+    ),
+    "squared lengths": lambda r, cut: cut(lambda r: jnp.sum(r * r, 0) @ W)(r) / 1e6,
+    "fourth powers": lambda r, cut: jnp.log(cut(lambda r: jnp.sum(r**4, 0) @ W**2)(r)),
+    "by einsum": lambda r, cut: jnp.tanh(1e-6 * cut(lambda r: jnp.einsum("nd,nd->d", r, r) @ W)(r)),
+    "two errors": lambda r, cut: (
+        cut(lambda r: jnp.stack([jnp.mean(r**2), jnp.sum(r[0] ** 2)]) @ W[:2])(r) / 1e6
+    ),
+    "a ratio": lambda r, cut: cut(lambda r: (r**2).sum(1) @ X)(r) / (r**2).sum(),
+    "cubes": lambda r, cut: cut(lambda r: r**3 @ W)(r) / 1e9,
+    "powers": lambda r, cut: (
+        cut(lambda r: jnp.concatenate([r[:, :1] ** k for k in range(8)], 1) @ W)(r) / 1e20
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_law_of_range_a_sum_of_powers_is_float32_for_a_product_too(name):
+    def fun(cut):
+        return lambda x, w: jnp.mean(POWERS[name](1e3 * jnp.tanh(x @ w) @ w, AROUND[cut]))
+
+    right = fun("uncut")(X, W)
+    programs = {cut: mpjax.autocast(fun(cut), "16-mixed") for cut in AROUND}
+    for cut, got in together(programs, X, W).items():
+        np.testing.assert_allclose(got, right, rtol=1e-2, err_msg=cut)
+
+
+TABLE = (1 + np.abs(_RNG.normal(size=(8, 8)))).astype(np.float32) * np.sign(W)
+# Arrays that a function closes over: float16 has 0 or inf for some of their rows or columns.
+NOT_HELD = {
+    "amounts of 1e-9": lambda x: 1e9 * (x @ (1e-9 * TABLE).astype(np.float32)),
+    "heats of 1e6": lambda x: 1e-6 * (x @ (1e6 * TABLE).astype(np.float32)),
+    "a column of 1e-9": lambda x: (
+        x
+        @ np.float32(TABLE * np.geomspace(1e-9, 1, 8))
+        @ np.float32(np.diag(np.geomspace(1e9, 1, 8)))
+    ),
+    "a row of 1e-9": lambda x: (
+        (x * np.float32(np.geomspace(1e9, 1, 8)))
+        @ np.float32(TABLE * np.geomspace(1e-9, 1, 8)[:, None])
+    ),
+    "on a device": lambda x: 1e9 * (x @ jnp.array(1e-9 * TABLE)),
+    "turned": lambda x: 1e9 * jnp.einsum("nd,ed->ne", x, jnp.array(1e-9 * TABLE)[::-1].T),
+}
+
+
+@pytest.mark.parametrize("name", NOT_HELD)
+def test_law_of_range_a_constant_that_float16_does_not_hold_is_not_made_so(name):
+    def fun(cut):
+        return lambda x, w: cut(NOT_HELD[name])(jnp.tanh(x @ w))
+
+    right = fun(AROUND["uncut"])(X, W)
+    programs = {key: mpjax.autocast(fun(cut), "16-mixed") for key, cut in AROUND.items()}
+    for cut, got in together(programs, X, W).items():
+        np.testing.assert_allclose(got, right, rtol=4e-3, atol=4e-3, err_msg=cut)
+
+
+def test_weights_that_a_function_closes_over_are_low_also_small_ones():
+    for weights in (W, 1e-3 * W, np.float32(np.sign(W) * 1e-4), jnp.zeros((8, 8)), 1e4 * W):
+        fun = mpjax.autocast(lambda x, w: jnp.tanh(x @ w) @ weights, "16-mixed")  # noqa: B023
+        assert products(fun, X, W) == ["float16"] * 2
+
+
+def test_what_a_network_reads_of_powers_is_low():
+    squared = {
+        "relu squared": lambda x, w: jnp.square(jax.nn.relu(x @ w)) @ w,
+        "a norm": lambda x, w: jnp.linalg.norm((x @ w).reshape(32, 2, 4), axis=-1) @ w[:2],
+        "rms": lambda x, w: (x @ w) * lax.rsqrt(jnp.mean((x @ w) ** 2, -1, keepdims=True)) @ w,
+        "a limit": lambda x, w: jnp.minimum(jnp.sum((x @ w)[:, :, None] ** 2, -1), 100.0) @ w,
+    }
+    for name, fun in squared.items():
+        assert set(products(mpjax.autocast(fun, "16-mixed"), X, W)) == {"float16"}, name

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _cuts import AROUND
+from _small import together
 from jax import lax
 
 import mpjax
@@ -314,6 +316,9 @@ def _spectral_norm(x, w):
         (lambda x, w: jnp.tanh(x @ w) @ ON_A_DEVICE, ["bf16"] * 2),
         (lambda x, w: jax.nn.one_hot(3, 8) @ w @ w, ["bf16"] * 2),
         (lambda x, w: jnp.arange(8.0) @ w, ["bf16"]),
+        (lambda x, w: x @ w[0], ["bf16"]),
+        (lambda x, w: jnp.tanh(x @ w) @ w[0], ["bf16"] * 2),
+        (lambda x, w: jnp.tanh(x) @ w, ["bf16"]),
         (lambda x, w: x[:, :3] @ CAMERA, ["f32"]),
         (lambda x, w: jnp.asarray(np.eye(4, 8, dtype=np.float32)) @ w, ["bf16"]),
     ],
@@ -322,3 +327,41 @@ def test_layers_beside_linear_algebra_are_low(fun, dtypes):
     rows = mpjax.explain(fun, "bf16-mixed")(_normal(16, 8), np.eye(8, dtype=np.float32)).rows
     made = [row.dtype for row in rows if row.operation == "dot_general" for _ in range(row.count)]
     assert sorted(made) == sorted(dtypes)
+
+
+COEFFICIENTS = np.array(
+    [6.112, 0.444, 1.43e-2, 2.648e-4, 3.03e-6, 2.067e-8, 6.407e-11, -9.524e-14, -9.76e-16],
+    np.float32,
+)
+"""Of the pressure of saturated water vapour, in hPa, by powers of the temperature in Celsius."""
+LONGITUDE = np.array([4.8952, 6.28332, -0.0075, -0.0326, -0.0003, 0.0002], np.float32)
+
+
+def _of_the_sun(days):
+    years = days / 365.25
+    turn = 1.7535 + 6.283076 * years
+    waves = [f(k * turn) for k in (1, 2) for f in (jnp.sin, jnp.cos)]
+    return jnp.stack([jnp.ones_like(years), years, *waves], -1)
+
+
+# Sums of functions of inputs, with a coefficient for each, as people write them.
+EXPANSIONS = {
+    "a polynomial by its powers": lambda t: jnp.stack([t**k for k in range(9)], -1) @ COEFFICIENTS,
+    "a polynomial by vander": lambda t: jnp.vander(t, 9, increasing=True) @ COEFFICIENTS,
+    "a polynomial by an array": lambda t: jnp.array(COEFFICIENTS) @ t ** jnp.arange(9.0)[:, None],
+    "a polynomial of each": lambda t: jax.vmap(lambda t: COEFFICIENTS @ t ** np.arange(9))(t),
+    "its logarithm": lambda t: jnp.log(jnp.vander(t, 9, increasing=True) @ COEFFICIENTS),
+    "declination of the sun": lambda t: jnp.sin(_of_the_sun(9000 + t) @ LONGITUDE),
+    "a series of cosines": lambda t: jnp.cos(t[:, None] * np.arange(1, 10) / 40) @ COEFFICIENTS,
+    "an angle of coordinates": lambda t: jnp.sin((t[:, None] * np.arange(1, 7)) @ LONGITUDE),
+}
+
+
+@pytest.mark.parametrize("policy", LOW)
+@pytest.mark.parametrize("name", EXPANSIONS)
+def test_law_of_expansions_a_sum_of_functions_of_inputs_is_float32(name, policy):
+    t = np.linspace(-79, 30, 24).astype(np.float32)
+    right = np.asarray(EXPANSIONS[name](t))
+    programs = {cut: mpjax.autocast(AROUND[cut](EXPANSIONS[name]), policy) for cut in AROUND}
+    for cut, got in together(programs, t).items():
+        np.testing.assert_allclose(got, right, rtol=2e-3, atol=1e-5, err_msg=cut)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from _cuts import AROUND, in_turn
 from _metamorphic import DTYPES, POLICIES
-from _small import each_inside_and_outside
+from _small import each_inside_and_outside, together
 from jax import lax
 
 import mpjax
@@ -51,6 +51,47 @@ def test_law_of_similarities_a_softmax_reads_them_as_they_were_added_up(policy, 
     right = jax.grad(funs["uncut"])(W, X, Y)
     for where, got in each_inside_and_outside(jax.grad, funs, policy, W, X, Y):
         assert np.linalg.norm(got - right) < most * np.linalg.norm(right), where
+
+
+# Ways to pick the one with most hits: a softmax so sharp that the largest count takes all.
+PICKED = {
+    "softmax": lambda c: jax.nn.softmax(1e3 * c),
+    "softmax, divided": lambda c: jax.nn.softmax(c / 1e-3),
+    "softmax over columns": lambda c: jax.nn.softmax(500.0 * c.T, axis=0).T,
+    "of masked": lambda c: jax.nn.softmax(jnp.where(c > 1, 1e3 * c, -1e9)),
+    "with a bias": lambda c: jax.nn.softmax(1e3 * c + 0.5),
+    "log_softmax": lambda c: jnp.exp(jax.nn.log_softmax(1e3 * c)),
+    "written out": lambda c: jnp.exp(100 * c - jnp.max(100 * c, -1, keepdims=True)),
+    "a nearest neighbour": lambda c: jax.nn.softmax(-1e3 * (400 - c)),
+}
+OF_NUMBERS = {**PICKED, "a softmax of counts": jax.nn.softmax}
+"""The same of one-hot rows that the function makes of integers: it knows that they are exact."""
+ROWS = _RNG.integers(0, 4, size=(1, 400))
+SEEN = np.where(_RNG.random((24, 400)) < 0.1, (ROWS + 1) % 4, ROWS)
+"""Rows that agree in 300 to 340 of 400 places: bfloat16 holds even numbers there."""
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("picked", "of_numbers"), [(p, False) for p in PICKED] + [(p, True) for p in OF_NUMBERS]
+)
+def test_law_of_similarities_a_sharp_softmax_reads_counts_as_they_were_added_up(picked, of_numbers):
+    def fun(cut):
+        def weighted(a, b, values):
+            if of_numbers:
+                a, b = (jax.nn.one_hot(x, 4) for x in (a, b))
+            counts = AROUND[cut](lambda a, b: jnp.einsum("irc,jrc->ij", a, b))(a, b)
+            return OF_NUMBERS[picked](counts) @ values
+
+        return weighted
+
+    a, b = SEEN[:12], SEEN[12:]
+    args = (a, b) if of_numbers else [np.eye(4, dtype=np.float32)[x] for x in (a, b)]
+    values = np.sign(_RNG.normal(size=(12, 8))).astype(np.float32)  # exact in 16 bits
+    right = fun("uncut")(*args, values)
+    programs = {cut: mpjax.autocast(fun(cut), "bf16-mixed") for cut in AROUND}
+    for cut, got in together(programs, *args, values).items():
+        np.testing.assert_allclose(got, right, atol=2**-7, err_msg=cut)
 
 
 def _cosines(a, b):

@@ -36,6 +36,7 @@ from mpjax._autocast.known import (
     factors,
     facts,
     linear,
+    ranges,
     roots,
     scopes,
     totals,
@@ -47,8 +48,6 @@ from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES, PRODUCTS
 from mpjax._jaxpr.sizes import is_float32, is_number
 
-MUCH = 64.0
-"""A value that is scaled by so much may be out of float16's range; caps of logits are by 50."""
 _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
 """Through all others a difference that is taken of results is taken of operands, too."""
 _STOP_A_DISTANCE = _STOP_A_DIFFERENCE | traits.SATURATES
@@ -142,7 +141,16 @@ def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         read |= DIFFERENCE | (RESULT if differences.is_of_one(eqn, known) else 0)
     if differences.is_of_products(eqn, known):
         read |= DIFFERENCE | RESULT
-    return read
+    return read | (NEAR | RESULT if _is_sharp(eqn, known) else 0)
+
+
+def _is_sharp(eqn: Eqn, known: facts.Facts) -> bool:
+    """Whether a maximum is taken off large multiples, as in `softmax(1000 * counts)`.
+
+    Their distance to it may be less than the last place of the largest.
+    """
+    first, last = (facts.of_atom(v, known).flags for v in eqn.invars[:: len(eqn.invars) - 1])
+    return eqn.primitive.name == "sub" and bool(first & ranges.LARGE and last & ranges.TOP)
 
 
 def _of_a_mean(eqn: Eqn, known: facts.Facts) -> int:
@@ -200,9 +208,9 @@ def _scales(eqn: Eqn, floats: Sequence[facts.Fact]) -> bool:
     is_by_data = any(not f.flags & made for f in floats)  # a parameter or an input
     if is_by_data and any(f.flags & fact_flags.PRODUCT for f in floats):
         return True
-    if fact_flags.scales_down(eqn, floats, 1 / MUCH):
+    if fact_flags.scales_down(eqn, floats, 1 / fact_flags.MUCH):
         return True
-    return fact_flags.scales_up(eqn, floats, MUCH)
+    return fact_flags.scales_up(eqn, floats, fact_flags.MUCH)
 
 
 def decides(eqn: Eqn, out_read: int, known: facts.Facts) -> int:

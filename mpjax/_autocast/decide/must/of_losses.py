@@ -37,8 +37,12 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         return SOLUTION
     if eqn.primitive.name != "dot_general":
         return 0
-    small = _is_of_places(eqn, some) or any(_is_small(eqn, i, operands) for i in range(2))
-    return SMALL if small or (out_read & RESULT and contraction.adds_few(eqn)) else 0
+    is_by_a_vector = contraction.is_by_a_vector(eqn)
+    if out_read & RESULT and (is_by_a_vector or contraction.adds_few(eqn)):
+        return SMALL
+    if _is_of_places(eqn, some) or (is_by_a_vector and _is_of_functions(operands)):
+        return SMALL
+    return SMALL if any(_is_small(eqn, i, operands) for i in range(2)) else 0
 
 
 def _is_of_places(eqn: Eqn, some: int) -> bool:
@@ -49,6 +53,17 @@ def _is_of_places(eqn: Eqn, some: int) -> bool:
     """
     is_of_inputs = not some & fact_flags.PRODUCT
     return is_of_inputs and contraction.adds_few(eqn) and contraction.has_batch_axes(eqn)
+
+
+def _is_of_functions(operands: Sequence[facts.Fact]) -> bool:
+    """Whether an operand is made of inputs by functions, as the powers in a polynomial are.
+
+    Their sum cancels: `vander(t, 9) @ coefficients` of `t = -60` has terms past 1e9 and is 0.01.
+    """
+    some, _ = fact_flags.union(operands)
+    if some & fact_flags.PRODUCT:
+        return False
+    return bool(some & ranges.CURVED) or any(f.factors > 1 for f in operands)
 
 
 def _ends_a_chain(eqn: Eqn, known: facts.Facts) -> bool:
