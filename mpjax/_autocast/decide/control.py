@@ -21,6 +21,7 @@ from mpjax._autocast.decide.read_flags import (
     FORWARD,
     LATER,
     NEAR,
+    RELATIVE,
     SOLUTION,
     STACKED,
     TESTED,
@@ -33,7 +34,7 @@ from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 
 _MAX_PASSES = 8
-_NEXT_TURN = UNROUNDED | ABSOLUTE | LATER | FORWARD
+_NEXT_TURN = UNROUNDED | ABSOLUTE | SOLUTION | RELATIVE | LATER | FORWARD
 """Flags that the next turn of a loop sets of a carry hold for the turn that leaves it."""
 
 

@@ -99,7 +99,8 @@ WEIGHTS = Reason(
 EXPONENTIAL = Reason(f"range: float16 might not hold an exponential{_CAST}")
 POWERS = Reason(f"range: float16 might not hold a sum of powers{_CAST}")
 UNHELD = Reason("read by a product of what float16 might not hold")
-OUT_OF_RANGE = frozenset({WEIGHTS, EXPONENTIAL, POWERS})
+OUTSIDE = Reason(f"range: float16 has few bits of an operand so large or small{_CAST}")
+OUT_OF_RANGE = frozenset({WEIGHTS, EXPONENTIAL, POWERS, OUTSIDE})
 """For these a product is float32 together with its gradients, whose cotangents are out of range."""
 UNKNOWN_CONSTANT = Reason("a constant whose values are not known")
 UNCHANGED = Reason("nothing low goes into it", By.OPERANDS)

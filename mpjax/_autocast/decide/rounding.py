@@ -200,7 +200,7 @@ class Rounding:
         if flags & ranges.EXPONENTIAL:
             return reasons.EXPONENTIAL
         if flags & ranges.OUTSIDE:
-            return reasons.NO_LOW_CONSTANT
+            return reasons.OUTSIDE
         return reasons.POWERS if flags & ranges.POWERS else None
 
     def because(self, eqn: Eqn, own: Reason | None) -> Reason:

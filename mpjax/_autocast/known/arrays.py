@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._autocast.known import contraction
 from mpjax._autocast.known.fact_flags import AMOUNTS, ASSEMBLED, EITHER, NEGATED, STENCIL
 from mpjax._autocast.known.ranges import OUTSIDE
 from mpjax._base import compat
@@ -44,10 +45,13 @@ def flags(value: Any) -> int:
     if not np.ptp(some):  # as all initial weights of a layer may be
         return outside | (NEGATED if some[0] < 0 and _are_whole(some) else 0)
     is_signed, is_grid = bool((some < 0).any()), _is_a_grid(some)
-    made = outside | (0 if some.all() else ASSEMBLED)
+    made = outside | (ASSEMBLED if _turns(array) or not some.all() else 0)
     if is_grid or (some.max() > 1 and not is_signed):
         made |= AMOUNTS
-    if is_signed and (is_grid or array.size <= _FEW) and _subtracts(array):
+    # A row of signs may add up to 0 by chance, but in a small matrix.
+    few_in_rows = contraction.FEW**2 if is_grid else _FEW
+    subtracts = (is_grid or array.size <= _FEW) and _subtracts(array)
+    if is_signed and (subtracts or (array.size <= few_in_rows and _has_a_row(array))):
         made |= STENCIL | EITHER
     if is_signed and is_grid:
         made |= EITHER if some.max() > 0 else NEGATED
@@ -87,16 +91,38 @@ def _is_held(array: np.ndarray[Any, Any]) -> bool:
     return all((of_lost <= _LOST**2 * of_all).all() for of_lost, of_all in sums)
 
 
+def _turns(array: np.ndarray[Any, Any]) -> bool:
+    """Whether a matrix is a rotation of a few coordinates, or mirrors them."""
+    if array.ndim != 2 or len(set(array.shape)) > 1 or len(array) > contraction.FEW:
+        return False
+    return np.allclose(array @ array.T, np.eye(len(array)), atol=1e-5)
+
+
 def _subtracts(array: np.ndarray[Any, Any]) -> bool:
     """Whether sums over an array's elements subtract, as those over `1, -2, 1`.
 
     A matrix that turns by 90 degrees, or swaps places and signs, has one element in each row.
     """
-    total = abs(array.sum(dtype=np.float64))
-    if total > _EQUAL * np.abs(array).sum(dtype=np.float64):
+    if not _cancel(array, None):
         return False
-    mixed = ((array < 0).any(axis) & (array > 0).any(axis) for axis in range(array.ndim))
-    return array.ndim != 2 or any(map(np.any, mixed))
+    return array.ndim != 2 or any(_is_mixed(array, axis).any() for axis in (0, 1))
+
+
+def _has_a_row(array: np.ndarray[Any, Any]) -> bool:
+    """Whether a row or a column of a matrix subtracts, as those of YCbCr that are no brightness."""
+    if array.ndim != 2:
+        return False
+    return any((_is_mixed(array, axis) & _cancel(array, axis)).any() for axis in (0, 1))
+
+
+def _is_mixed(array: np.ndarray[Any, Any], axis: int) -> Any:
+    return (array < 0).any(axis) & (array > 0).any(axis)
+
+
+def _cancel(array: np.ndarray[Any, Any], axis: int | None) -> Any:
+    """Returns whether sums along an axis, or that of all, are 0 but for rounding."""
+    sums, sizes = (np.sum(a, axis, dtype=np.float64) for a in (array, np.abs(array)))
+    return np.abs(sums) <= _EQUAL * sizes
 
 
 def _is_a_grid(numbers: np.ndarray[Any, Any]) -> bool:

@@ -55,6 +55,10 @@ STENCIL = 1 << 17
 """
 AMOUNTS = 1 << 18
 """Constants that are no layer's weights, such as coordinates and prices; made of these alone."""
+BEHIND = 1 << 30
+"""It is a product of what a solve made with any other value, as `gain @ observed`."""
+OF_MATRICES = SOLVED | BEHIND | ASSEMBLED
+"""What a matrix is, also after some branch, or in some turn of a loop."""
 # The flags from `1 << 19` to `1 << 29` are those of `ranges`.
 _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
@@ -125,12 +129,17 @@ def _of_matrices(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
         return 0
     amounts = _amounts(floats) if name in _PRESERVE_AMOUNTS else 0
     if name in PRODUCTS:
-        return every & SOLVED | (some if contraction.adds_few(eqn) else every) & ASSEMBLED
-    if name in traits.ADDS and not all(map(_may_join_a_solution, floats)):
-        some &= ~SOLVED
+        assembled = some if contraction.adds_few(eqn) else every
+        behind = BEHIND if some & (SOLVED | BEHIND) else 0
+        return every & SOLVED | behind | assembled & ASSEMBLED
+    if name in traits.ADDS:
+        if not all(map(_may_join_a_solution, floats)):
+            some &= ~(SOLVED | BEHIND)
+        elif some & BEHIND and any(map(_is_a_known_matrix, floats)):
+            some |= SOLVED  # `eye(n) - gain @ observed`, a projection
     if name in traits.SCALES:  # by a norm that an SVD made: the rest is as it was
         some, _ = union([f for f in floats if not f.flags & SCALAR])
-    return amounts | some & (SOLVED | ASSEMBLED) | (ASSEMBLED if name in _ASSEMBLE else 0)
+    return amounts | some & OF_MATRICES | (ASSEMBLED if name in _ASSEMBLE else 0)
 
 
 def _amounts(floats: Sequence[Any]) -> int:
@@ -147,8 +156,14 @@ def of_a_difference(eqn: Eqn, floats: Sequence[Any]) -> int:
 
 def _may_join_a_solution(fact: Any) -> bool:
     """Whether a term of a sum is one, or constant: `x + solve(a, x)` is a stream like others."""
-    is_constant = fact.flags & CONSTANT or fact.flags & (ASSEMBLED | PRODUCT) == ASSEMBLED
-    return bool(is_constant or fact.flags & SOLVED)
+    return bool(fact.flags & (CONSTANT | SOLVED | BEHIND)) or _is_a_known_matrix(fact)
+
+
+def _is_a_known_matrix(fact: Any) -> bool:
+    """Whether an array is constant, or was put together of no layer's results."""
+    if fact.flags & (CONSTANT | SCALAR) == CONSTANT:
+        return True
+    return fact.flags & (ASSEMBLED | PRODUCT) == ASSEMBLED
 
 
 def signs(eqn: Eqn, floats: Sequence[Any]) -> int:
@@ -293,7 +308,8 @@ def joins_a_stream(floats: Sequence[Any]) -> bool:
 
 def of_branches(some: int, every: int) -> int:
     """Returns the flags of one of several values, `where(c, a, b)`: of those of some, of all."""
-    return some & (PRODUCT | STREAM) | _of_several(some, every) | larger_offset(some)
+    kept = some & (PRODUCT | STREAM | OF_MATRICES) | every & (STENCIL | AMOUNTS)
+    return kept | _of_several(some, every) | larger_offset(some)
 
 
 def larger_offset(some: int) -> int:

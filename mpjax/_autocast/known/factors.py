@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax._autocast.known import roots, traits
-from mpjax._autocast.known.fact_flags import CONSTANT
+from mpjax._autocast.known.fact_flags import CONSTANT, SCALAR
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES
 
@@ -48,8 +48,13 @@ def count(eqn: Eqn, facts: Sequence[Any]) -> int:
 
 
 def is_gated(facts: Sequence[Any]) -> bool:
-    """Whether a value is multiplied by a bounded function of it, as in `z * sigmoid(z)`."""
+    """Whether a value is multiplied by a bounded function of it, as in `z * sigmoid(z)`.
+
+    One number is no gate: that of `k / a * a`, where `a` is `exp(log(trace))`.
+    """
     first, second = facts
+    if (first.flags ^ second.flags) & SCALAR:
+        return False
     return bool(first.factors) != bool(second.factors) and roots.meet(first.roots, second.roots)
 
 

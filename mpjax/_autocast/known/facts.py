@@ -34,6 +34,7 @@ from mpjax._autocast.known.fact_flags import (
     EITHER,
     ENTERED,
     NEGATED,
+    OF_MATRICES,
     OFFSET,
     PRODUCT,
     REPEATED,
@@ -47,6 +48,8 @@ from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each, has_effects, o
 from mpjax._jaxpr.sizes import is_float32, is_number, size
 
 _MOST_ROOTS = 8
+_OF_TURNS = OF_MATRICES | ranges.EXPONENTIAL | ranges.POWERS
+"""Flags of a carry in each turn, if it has them in one."""
 _PARTS = traits.SLICES | traits.PICKS
 _OF_ITS_OPERANDS = traits.FUSIBLE | traits.OF_FEW | traits.UPDATES | MOVES | totals.ALONG_AXES
 """Each element of a result is of a few elements of the operands, unless it is a statistic."""
@@ -170,7 +173,22 @@ def entering(eqn: Eqn, part: structure.Part, facts: Facts) -> Entered:
 
 
 def _entering(eqn: Eqn, part: structure.Part, facts: Facts) -> Entered:
-    """A loop's carry differs by turn, and so has no number outside."""
+    """A carry is a solved matrix, or a sum of exponentials, if it is one in some turn."""
+    places = part.operands[part.carried]
+    flags = [of_atom(eqn.invars[place], facts).flags & _OF_TURNS for place in places]
+    while True:
+        entered = _entered(eqn, part, facts, flags)
+        if part.is_condition or not places:
+            return entered
+        turn = _outputs(part.program, entered.given)
+        after = [f | out.flags & _OF_TURNS for f, out in zip(flags, turn, strict=False)]
+        if after == flags:
+            return entered
+        flags = after
+
+
+def _entered(eqn: Eqn, part: structure.Part, facts: Facts, flags: Sequence[int]) -> Entered:
+    """A loop's carry differs by turn, and so has no number outside; these have some flags."""
     numbers: dict[int, int] = {}
     outside: dict[int, int] = {}
     is_loop = eqn.primitive.name in structure.LOOPS
@@ -184,7 +202,8 @@ def _entering(eqn: Eqn, part: structure.Part, facts: Facts) -> Entered:
     inside: list[Fact] = []
     for i, place in enumerate(part.operands):
         if part.carried.start <= i < part.carried.stop:
-            inside.append(Fact(CARRY, roots=frozenset({len(outside)})))
+            of_carry = CARRY | flags[i - part.carried.start]
+            inside.append(Fact(of_carry, roots=frozenset({len(outside)})))
             outside[len(outside)] = -1
         else:
             fact = _renumbered(of_atom(eqn.invars[place], facts), number)
@@ -409,7 +428,7 @@ class _Walk:
             names[n] = self.number()
         if any(names[n] < 0 for n in used):
             # Of a loop's carry: another in each turn.
-            kept = PRODUCT | OFFSET | ranges.CURVED | ranges.WEIGHED
+            kept = PRODUCT | OFFSET | OF_MATRICES | ranges.OF_CARRIES
             return Fact(fact.flags & kept, roots=self.root())
         return _renumbered(fact, names.__getitem__)
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._autocast.known import contraction, factors, roots, totals, traits
+from mpjax._autocast.known import contraction, factors, roots, scopes, totals, traits
 from mpjax._autocast.known.fact_flags import (
+    CARRY,
     CONSTANT,
     DERIVED,
     FUNCTIONS,
@@ -23,6 +24,7 @@ from mpjax._autocast.known.fact_flags import (
     SCALAR,
     is_data,
     is_epsilon,
+    scales_down,
     scales_up,
     union,
 )
@@ -50,14 +52,18 @@ LARGE = 1 << 27
 POWERS = 1 << 28
 """A sum of squares, such as a mean squared error, but not its root; or a third or higher power."""
 OUTSIDE = 1 << 29
-"""A constant array that float16 does not hold: past 65504, or below 6e-8."""
+"""Past 65504 or below 6e-5, where float16 has few bits: a constant array, or one times a number."""
 UNHELD = POWERS | OUTSIDE
 """Values in units of their own; so may the other operand be of a product that reads them."""
+OF_CARRIES = EXPONENTIAL | CURVED | WEIGHED | POWERS
+"""What is so of a loop's result if it is so of what a turn leaves."""
 _CUMULATIVE = frozenset({"cumprod", "cumlogsumexp"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "sinh", "cosh"})
 _MULTIPLY = traits.SCALES | PRODUCTS
 _HAND_ON_SIZE = factors.HANDS_ON | _MULTIPLY
 _LIMITED = frozenset({"min", "clamp"})
+_FAR = 2.0**12
+_ADD_UP = frozenset({"reduce_sum", "reduce_window_sum", "cumsum", "scatter-add"}) | traits.ACROSS
 _HAND_ON_RANGE = MOVES | traits.ADDS | traits.SCALES | traits.LIMITS | traits.JOINS | {"neg"}
 
 
@@ -66,8 +72,8 @@ def of_operation(eqn: Eqn, floats: Sequence[Any]) -> int:
     some, _ = union(floats)
     flags = _of_exponentials(eqn, floats, some) | _curved(eqn, some) | _weighed(eqn, floats, some)
     flags |= _grown(eqn, floats, some) | _inverse(eqn, floats, some)
-    flags |= some & OUTSIDE if eqn.primitive.name in MOVES else 0
-    return flags | _large(eqn, floats, some) | _powers(eqn, floats, some)
+    flags |= _large(eqn, floats, some) | _outside(eqn, floats, some)
+    return flags | _powers(eqn, floats, some)
 
 
 def of_constants(eqn: Eqn, floats: Sequence[Any]) -> int:
@@ -141,18 +147,35 @@ def _large(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
     return some & LARGE if name in _HAND_ON_RANGE else 0
 
 
+def _outside(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
+    """Returns `OUTSIDE` of what a number takes out of range, as in `(x * 1e-9) @ w`.
+
+    Not of cotangents, which a mean over a million elements divides: a loss scale multiplies them.
+    """
+    name = eqn.primitive.name
+    if name in traits.SCALES and not scopes.is_transposed(eqn):
+        is_far = scales_up(eqn, floats, _FAR) or scales_down(eqn, floats, 1 / _FAR)
+        return OUTSIDE if is_far else 0
+    return some & OUTSIDE if name in MOVES else 0
+
+
 def _powers(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
     """Returns `POWERS` of a sum of squares, a cube, and what is linear in one."""
     name = eqn.primitive.name
     if name in PRODUCTS:
         return POWERS if contraction.only_sums(eqn) and is_gram(floats) else 0
-    if totals.is_total(eqn) and floats[0].factors > 1:
-        return POWERS
-    if name in factors.MULTIPLY and factors.count(eqn, floats) > 2 and not some & DERIVED:
-        return POWERS
+    if not scopes.is_transposed(eqn):
+        is_statistic = totals.is_statistic(eqn) and floats[0].factors > 1
+        if is_statistic or (name in factors.MULTIPLY and factors.count(eqn, floats) > 2):
+            return POWERS
     if (name in _LIMITED and some & CONSTANT) or (name == "div" and not _is_a_number(floats[1])):
         return 0
-    return some & POWERS if name in _HAND_ON_RANGE else 0
+    return some & POWERS if name in _HAND_ON_RANGE | _ADD_UP else 0
+
+
+def _is_by_constants(floats: Sequence[Any]) -> bool:
+    """Whether a product adds an operand up, by constants such as ones."""
+    return any(f.flags & CONSTANT for f in floats[:2])
 
 
 def _is_a_number(fact: Any) -> bool:
@@ -176,7 +199,9 @@ def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
     if name in _EXPONENTIALS or (name == "pow" and floats[0].flags & CONSTANT):
         return CHANCES if some & UNDER else EXPONENTIAL
     if name in traits.EXTREME:
-        return TOP
+        return TOP | some & EXPONENTIAL
+    if name in _ADD_UP or (name in PRODUCTS and _is_by_constants(floats)):
+        return some & EXPONENTIAL
     if name in _LIMITED and any(f.flags & CONSTANT for f in floats):
         return UNDER
     if name in MOVES or name in traits.JOINS or name in traits.LIMITS:
@@ -184,8 +209,9 @@ def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
     if name == "sub" and floats[-1].flags & TOP:
         return UNDER
     if name in traits.ADDS:
-        _, every = union([f for f in floats if not is_epsilon(f)])
-        return some & (TOP | UNDER) | every & EXPONENTIAL
+        # The carry of a loop that adds up is what is added to it.
+        _, every = union([f for f in floats if not (is_epsilon(f) or f.flags & CARRY)])
+        return some & (TOP | UNDER | every & EXPONENTIAL)
     if name in traits.SCALES:
         if any(map(_is_a_number, floats)):
             return some & (UNDER | EXPONENTIAL | CHANCES)

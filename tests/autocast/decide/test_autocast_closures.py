@@ -11,6 +11,7 @@ import mpjax
 from benchmarks.networks import NETWORKS
 from mpjax._autocast.known import arrays
 from mpjax._autocast.known.fact_flags import AMOUNTS, ASSEMBLED, EITHER, NEGATED, STENCIL
+from mpjax._autocast.known.ranges import OUTSIDE
 
 _RNG = np.random.default_rng(0)
 
@@ -61,6 +62,11 @@ ARRAYS = {
     "a camera": (np.array([[1000, 0, 960], [0, 1000, 540.5], [0, 0, 1]]), AMOUNTS | ASSEMBLED),
     "a Laplacian": (np.array([1.0, -2.0, 1.0]), AMOUNTS | STENCIL | EITHER),
     "one of a graph": (3 * np.eye(3) - np.ones((3, 3)), AMOUNTS | STENCIL | EITHER),
+    "colours": (
+        np.array([[0.299, 0.587, 0.114], [-0.169, -0.331, 0.5], [0.5, -0.419, -0.081]]),
+        STENCIL | EITHER,
+    ),
+    "a turn in space": (np.linalg.qr(_normal(3, 3))[0], ASSEMBLED),
     "slopes of neighbours": (
         np.eye(3, 4, 1) - np.eye(3, 4),
         AMOUNTS | ASSEMBLED | STENCIL | EITHER,
@@ -73,7 +79,10 @@ ARRAYS = {
         AMOUNTS | ASSEMBLED | STENCIL | EITHER,
     ),
     "one that is infinite": (np.array([1, np.inf]), 0),
-    "many places": (np.arange(1e5), {np.asarray: AMOUNTS, jnp.asarray: 0}),
+    "many places": (np.arange(1e5), {np.asarray: AMOUNTS | OUTSIDE, jnp.asarray: 0}),
+    "a table of 1e-9": (1e-9 * _normal(8, 8), OUTSIDE),
+    "a column of 1e-9": (_normal(8, 2) * [1, 1e-9], OUTSIDE),
+    "small weights": (1e-4 * _normal(64, 64), 0),
     "many weights": (_normal(300, 300), 0),
     "a Fourier transform": (
         np.cos(2 * np.pi / 256 * np.arange(256) * np.arange(128)[:, None]),

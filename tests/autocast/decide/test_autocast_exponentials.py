@@ -325,6 +325,76 @@ def test_law_of_range_a_sum_of_powers_is_float32_for_a_product_too(name):
         np.testing.assert_allclose(got, right, rtol=1e-2, err_msg=cut)
 
 
+# Sums of exponentials, or the largest of them, before a product.
+ADDED_UP = {
+    "a sum": lambda e: e.sum(1),
+    "a mean": lambda e: e.mean(1),
+    "the largest": lambda e: e.max(1),
+    "a running sum": lambda e: jnp.cumsum(e, 1)[:, -1],
+    "by a product with ones": lambda e: jnp.einsum("nkm,k->nm", e, jnp.ones(2)),
+    "of segments": lambda e: jax.ops.segment_sum(e[:, 0], jnp.arange(32) // 2, 16),
+    "of rows of a loop": lambda e: lax.scan(
+        lambda c, x: (c + x, None), jnp.zeros((32, 8)), e.swapaxes(0, 1)
+    )[0],
+    ".at[].add": lambda e: jnp.zeros((32, 8)).at[:].add(e[:, 0]),
+    "scaled": lambda e: e.sum(1) * (W[0] + 2),
+}
+
+
+@pytest.mark.parametrize("shift", [-18.0, 12.0])
+@pytest.mark.parametrize("name", ADDED_UP)
+def test_law_of_range_a_sum_of_exponentials_is_as_each_of_them(name, shift):
+    def fun(cut):
+        def of(x, w):
+            z = jnp.stack([x @ w, x @ w.T], 1) / 4 + shift
+            made = cut(lambda z: ADDED_UP[name](jnp.exp(z)))(z)
+            return jnp.log(jnp.abs(cut(lambda e, w: e @ w)(made, abs(w) + 0.1)))
+
+        return of
+
+    right = fun(AROUND["uncut"])(X, W)
+    programs = {key: mpjax.autocast(fun(cut), "16-mixed") for key, cut in AROUND.items()}
+    for cut, got in together(programs, X, W).items():
+        np.testing.assert_allclose(got, right, atol=2e-2, err_msg=cut)
+
+
+def _written_out(turn, carry, rows):
+    outs = []
+    for row in zip(*rows, strict=True):
+        carry, out = turn(carry, row)
+        outs.append(out)
+    return jnp.stack(outs)
+
+
+LOOPS = {
+    "written out": _written_out,
+    "scan": lambda turn, carry, rows: lax.scan(turn, carry, rows)[1],
+    "two scans": lambda turn, carry, rows: lax.scan(
+        lambda c, row: lax.scan(turn, c, row),
+        carry,
+        jax.tree.map(lambda a: a.reshape(4, 2, *a.shape[1:]), rows),
+    )[1].reshape(8, -1),
+}
+
+
+@pytest.mark.parametrize("shift", [-18.0, 12.0])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_law_of_range_a_sum_of_exponentials_is_one_in_each_turn_of_a_loop(loop, shift):
+    """As the sums of an attention without a maximum are, token by token."""
+
+    def fun(x, w):
+        k, q = (x @ w)[:8] + shift, abs(x @ w)[:8]
+
+        def turn(total, row):
+            read = jnp.log(jnp.outer(row[1], total) @ (abs(w) + 0.1))[0]
+            return total + jnp.exp(row[0]), read
+
+        return LOOPS[loop](turn, jnp.exp(k[0] - 1), (k, q + 0.1))
+
+    right = fun(X, W)
+    np.testing.assert_allclose(mpjax.autocast(fun, "16-mixed")(X, W), right, atol=2e-2)
+
+
 TABLE = (1 + np.abs(_RNG.normal(size=(8, 8)))).astype(np.float32) * np.sign(W)
 # Arrays that a function closes over: float16 has 0 or inf for some of their rows or columns.
 NOT_HELD = {
@@ -340,6 +410,9 @@ NOT_HELD = {
         @ np.float32(TABLE * np.geomspace(1e-9, 1, 8)[:, None])
     ),
     "on a device": lambda x: 1e9 * (x @ jnp.array(1e-9 * TABLE)),
+    "scaled inputs": lambda x: 1e9 * ((x * 1e-9) @ TABLE.astype(np.float32)),
+    "divided weights": lambda x: 1e8 * (x @ (jnp.asarray(TABLE) / 1e8)),
+    "large inputs": lambda x: ((x * 2e6) @ TABLE.astype(np.float32)) / 2e6,
     "turned": lambda x: 1e9 * jnp.einsum("nd,ed->ne", x, jnp.array(1e-9 * TABLE)[::-1].T),
 }
 

@@ -329,6 +329,151 @@ def test_layers_beside_linear_algebra_are_low(fun, dtypes):
     assert sorted(made) == sorted(dtypes)
 
 
+# -- matrices that a branch chooses, or a loop carries ---------------------------------------------
+
+OBSERVED = (np.eye(2, 6) + 0.3 * _RNG.normal(size=(2, 6))).astype(np.float32)
+SPREAD = (lambda a: (3 * (a @ a.T + 5 * np.eye(6))).astype(np.float32))(_RNG.normal(size=(6, 6)))
+
+
+def _seen(p):
+    return OBSERVED @ p @ OBSERVED.T + 1e-3 * jnp.eye(2)
+
+
+def _gain(p):
+    return jnp.linalg.solve(_seen(p), OBSERVED @ p).T
+
+
+# Updates of a Kalman filter's covariance: what was observed is known to 1e-3 afterwards.
+UPDATES = {
+    "p - k h p": lambda p: p - _gain(p) @ OBSERVED @ p,
+    "p - k (h p)": lambda p: p - _gain(p) @ (OBSERVED @ p),
+    "(1 - k h) p": lambda p: (jnp.eye(6) - _gain(p) @ OBSERVED) @ p,
+    "(1 - k h) p, of a given 1": lambda p: (EYE - _gain(p) @ OBSERVED) @ p,
+    "Joseph's": lambda p: (
+        (jnp.eye(6) - _gain(p) @ OBSERVED) @ p @ (jnp.eye(6) - _gain(p) @ OBSERVED).T
+        + 1e-3 * _gain(p) @ _gain(p).T
+    ),
+    "by an inverse": lambda p: p - p @ OBSERVED.T @ jnp.linalg.inv(_seen(p)) @ OBSERVED @ p,
+    "by a factor": lambda p: (
+        p
+        - (OBSERVED @ p).T
+        @ jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(_seen(p)), OBSERVED @ p)
+    ),
+    "by einsum": lambda p: p - jnp.einsum("ij,jk,kl->il", _gain(p), OBSERVED, p),
+    "after a prediction": lambda p: UPDATES["p - k h p"](MOVE @ p @ MOVE.T + 0.1 * jnp.eye(6)),
+    "if observed": lambda p: (
+        p - lax.cond(p[0, 0] > 0, _gain, lambda p: jnp.zeros((6, 2)), p) @ OBSERVED @ p
+    ),
+}
+EYE = np.eye(6, dtype=np.float32)
+MOVE = (np.eye(6) + 0.1 * np.eye(6, k=2)).astype(np.float32)
+TURNS = {
+    "one": lambda update: update,
+    "in a branch": lambda update: lambda p: lax.cond(p[0, 0] > 0, update, lambda p: p, p),
+    "scan": lambda update: lambda p: lax.scan(lambda p, _: (update(p), None), p, None, 5)[0],
+    "fori_loop": lambda update: lambda p: lax.fori_loop(0, 20, lambda _, p: update(p), p),
+    "written out": lambda update: lambda p: update(update(update(p))),
+}
+
+
+@pytest.mark.parametrize("policy", LOW)
+@pytest.mark.parametrize("name", UPDATES)
+def test_law_of_matrices_a_filters_covariance_is_float32_in_each_turn(name, policy):
+    funs = {turns: around(UPDATES[name]) for turns, around in TURNS.items()}
+    right = together(funs, SPREAD)
+    got = together({k: mpjax.autocast(fun, policy) for k, fun in funs.items()}, SPREAD)
+    for turns in TURNS:
+        np.testing.assert_allclose(got[turns], right[turns], rtol=1e-2, atol=1e-4, err_msg=turns)
+
+
+def _turned_about(angle):
+    c, s = jnp.cos(angle), jnp.sin(angle)
+    return jnp.array([[c, -s, 0.0], [s, c, 0.0], [0.0, 0.0, 1.0]])
+
+
+# Rotations that a branch or a loop hands on; the angles, of a matrix of them, are data.
+HANDED_ON = {
+    "else zeros": lambda a: lax.cond(a[0] < 9, _turned_about, lambda _: jnp.zeros((3, 3)), a[0]),
+    "else a given one": lambda a: lax.cond(
+        a[0] < 9, lambda a: _turned_about(a[0]), lambda a: a[:9].reshape(3, 3), a
+    ),
+    "one of three": lambda a: lax.switch(
+        1, [lambda _: jnp.eye(3), _turned_about, lambda _: jnp.zeros((3, 3))], a[0]
+    ),
+    "the last of a scan": lambda a: lax.scan(lambda _, t: (_turned_about(t), None), jnp.eye(3), a)[
+        0
+    ],
+    "composed in a scan": lambda a: lax.scan(
+        lambda c, t: (_turned_about(t) @ c, None), _turned_about(a[0]), a
+    )[0],
+    "composed in a while": lambda a: lax.while_loop(
+        lambda c: c[0] < 3,
+        lambda c: (c[0] + 1, _turned_about(a[1]) @ c[1]),
+        (0, _turned_about(a[0])),
+    )[1],
+    "composed in nested loops": lambda a: lax.fori_loop(
+        0,
+        2,
+        lambda _, c: lax.fori_loop(0, 2, lambda _, c: _turned_about(a[1]) @ c, c),
+        jnp.eye(3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_law_of_matrices_a_rotation_is_one_behind_a_branch_and_a_loop(name):
+    def fun(points, angles):
+        return points @ HANDED_ON[name](angles).T
+
+    points = _normal(32, 3) + np.float32([120, -80, 40])
+    angles = _normal(9)
+    for policy in LOW:
+        got = mpjax.autocast(fun, policy)(points, angles)
+        np.testing.assert_allclose(got, fun(points, angles), atol=1e-3)
+
+
+@pytest.mark.parametrize("policy", LOW)
+def test_law_of_matrices_a_known_turn_and_colours_are_float32(policy):
+    turn = np.linalg.qr(_normal(3, 3))[0]
+    ycc = np.float32(
+        [[0.299, 0.587, 0.114], [-0.168736, -0.331264, 0.5], [0.5, -0.418688, -0.081312]]
+    )
+    points = _normal(32, 3) + np.float32(120)
+    for known in (turn, jnp.asarray(turn), ycc, ycc[1:], ycc.T):
+        fun = lambda p, m=known: p[:, : m.shape[1]] @ m.T  # noqa: E731
+        np.testing.assert_allclose(mpjax.autocast(fun, policy)(points), fun(points), atol=1e-3)
+
+
+def _damped(size):
+    """A Gram matrix, scaled by a number, damped, and scaled back."""
+
+    def loss(u):
+        g = u.T @ u / 32
+        a = size(jnp.trace(g))
+        return jnp.linalg.slogdet((g / a + 1e-4 * jnp.eye(8)) * a)[1]
+
+    return loss
+
+
+@pytest.mark.parametrize("policy", LOW)
+def test_law_of_matrices_a_number_is_no_gate(policy):
+    sizes = {
+        "as it is": lambda t: t,
+        "by logarithms": lambda t: jnp.exp(jnp.log(t)),
+        "a geometric mean": lambda t: jnp.exp(jnp.mean(jnp.log(jnp.stack([t, 3.0])))),
+        "by a softplus": jax.nn.softplus,
+    }
+    rows = {
+        name: mpjax.explain(_damped(size), policy)(_normal(32, 8)).rows
+        for name, size in sizes.items()
+    }
+    made = {
+        name: {row.dtype for row in of if row.operation == "dot_general"}
+        for name, of in rows.items()
+    }
+    assert len({frozenset(dtypes) for dtypes in made.values()}) == 1, made
+
+
 COEFFICIENTS = np.array(
     [6.112, 0.444, 1.43e-2, 2.648e-4, 3.03e-6, 2.067e-8, 6.407e-11, -9.524e-14, -9.76e-16],
     np.float32,

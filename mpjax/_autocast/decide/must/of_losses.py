@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from mpjax._autocast.decide.read_flags import (
     CANCELS,
+    DIFFERENCE,
     NEAR,
     RELATIVE,
     RESULT,
@@ -32,6 +33,8 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     operands = [facts.of_atom(v, known) for v in eqn.invars[:2]]
     some, _ = fact_flags.union(operands)
     if some & (fact_flags.SOLVED | fact_flags.STENCIL) or _ends_a_chain(eqn, known):
+        return SOLUTION
+    if out_read & DIFFERENCE and some & fact_flags.BEHIND:
         return SOLUTION
     if out_read & (NEAR | RELATIVE) and some & fact_flags.AMOUNTS:
         return SOLUTION
