@@ -300,10 +300,20 @@ def _spectral_norm(x, w):
     return jnp.tanh(x @ (w / jnp.linalg.norm(w, 2))) @ w
 
 
+def _scored_states(x, w):
+    """A recurrent network, whose states a vector of weights scores in each turn."""
+
+    def turn(h, row):
+        return jnp.tanh(row @ w + h @ w), jnp.tanh(h) @ w[0]
+
+    return lax.scan(turn, x[:1] @ w, x[:, None])[1]
+
+
 @pytest.mark.parametrize(
     ("fun", "dtypes"),
     [
         (_stream, ["bf16"] * 3),
+        (_scored_states, ["bf16"] * 4),
         (_spectral_norm, ["bf16"] * 2),
         (_turned_gradient, ["bf16"] * 5),
         (lambda x, w: jnp.tanh(x @ jnp.linalg.qr(w)[0]) @ w, ["f32", "bf16"]),

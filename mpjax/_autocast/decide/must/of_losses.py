@@ -64,7 +64,7 @@ def _is_of_functions(operands: Sequence[facts.Fact]) -> bool:
     Their sum cancels: `vander(t, 9) @ coefficients` of `t = -60` has terms past 1e9 and is 0.01.
     """
     some, _ = fact_flags.union(operands)
-    if some & fact_flags.PRODUCT:
+    if some & (fact_flags.PRODUCT | fact_flags.CARRY):
         return False
     return bool(some & ranges.CURVED) or any(f.factors > 1 for f in operands)
 
