@@ -24,6 +24,7 @@ from mpjax._jaxpr.sizes import is_float32, size
 _PUT_AMONG_OTHERS = frozenset({"pad", "dynamic_update_slice", "scatter"})
 _MAY_GIVE_BACK = MOVES - {"neg", "abs", "sign"} | traits.JOINS | _PUT_AMONG_OTHERS
 """They may give back the elements that they were given, in the same places."""
+_EMPTY = frozenset({"empty", "empty2"})
 _RESHAPES = traits.RESHAPES | {"broadcast_in_dim"}
 
 _COMBINES = traits.SHIFTS | traits.SCALES
@@ -77,6 +78,7 @@ class Numbering:
         self._numbers: dict[Hashable, int] = {}
         self._constants: set[int] = set()
         self._uniform: set[int] = set()  # one number, or copies of it
+        self._empty: set[int] = set()  # zeros, or what JAX leaves in place of a branch's values
         self._moved: dict[int, dict[Any, int]] = {}  # what it was moved from, by shape
         self._placed: dict[int, tuple[bool, list[int]]] = {}  # whether it was cut out, and where
 
@@ -128,6 +130,8 @@ class Numbering:
         self._constants.add(number)
         if not aval.shape:
             self._uniform.add(number)
+        if not np.any(atom.val):
+            self._empty.add(number)
         return Numbered(number)
 
     def _equation(
@@ -167,6 +171,8 @@ class Numbering:
             if name == "rev":  # a convolution's gradient reads the kernel so
                 return operands
             self._constants.update(numbers)
+            if name in _EMPTY or (name in MOVES and self._empty.issuperset(operands)):
+                self._empty.update(numbers)
             if name == "broadcast_in_dim" and self._uniform.issuperset(operands):
                 self._uniform.update(numbers)
         elif name in _MAY_GIVE_BACK and (one := self._one(eqn, operands)) is not None:
@@ -251,6 +257,8 @@ class Numbering:
 
     def _chosen(self, by: Numbered, branches: Sequence[Numbered]) -> Numbered:
         numbers = {v.number for v in branches}
+        made = numbers - self._empty
+        numbers = made if len(made) == 1 else numbers
         key = ("one of", by.number, *(v.number for v in branches))
         return Numbered(numbers.pop() if len(numbers) == 1 else self._of(key), _union(branches))
 

@@ -18,10 +18,12 @@ from mpjax._autocast.decide.read_flags import (
     ACCUMULATOR,
     AT_THE_END,
     CARRIED,
+    DIVIDED,
     FORWARD,
     LATER,
     NEAR,
     RELATIVE,
+    SCALED,
     SOLUTION,
     STACKED,
     TESTED,
@@ -36,6 +38,9 @@ from mpjax._jaxpr.equation import Eqn
 _MAX_PASSES = 8
 _NEXT_TURN = UNROUNDED | ABSOLUTE | SOLUTION | RELATIVE | LATER | FORWARD
 """Flags that the next turn of a loop sets of a carry hold for the turn that leaves it."""
+
+_OF_SUMS = UNROUNDED | SOLUTION | RELATIVE | DIVIDED | SCALED
+"""Flags that a reader behind a loop sets of what a turn adds to a carry in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +162,7 @@ def _fixpoint(
 def _body_reads(carried: Sequence[State], out_reads: Sequence[int]) -> tuple[int, ...]:
     """Returns how a loop's body is to give each carry: unrounded where it is float32."""
     return tuple(
-        ACCUMULATOR | r & (UNROUNDED | SOLUTION) if s.kind == Kind.WIDE else r | CARRIED
+        ACCUMULATOR | r & _OF_SUMS if s.kind == Kind.WIDE else r | CARRIED
         for s, r in zip(carried, out_reads, strict=False)
     )
 

@@ -54,15 +54,15 @@ POWERS = 1 << 28
 OUTSIDE = 1 << 29
 """Past 65504 or below 6e-5, where float16 has few bits: a constant array, or one times a number."""
 UNHELD = POWERS | OUTSIDE
-"""Values in units of their own; so may the other operand be of a product that reads them."""
+"""Of a product that has such an operand, the other one may be out of range, too."""
 OF_CARRIES = EXPONENTIAL | CURVED | WEIGHED | POWERS
-"""What is so of a loop's result if it is so of what a turn leaves."""
+"""Flags that a loop's result has if what a turn leaves has them."""
 _CUMULATIVE = frozenset({"cumprod", "cumlogsumexp"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "sinh", "cosh"})
 _MULTIPLY = traits.SCALES | PRODUCTS
 _HAND_ON_SIZE = factors.HANDS_ON | _MULTIPLY
 _LIMITED = frozenset({"min", "clamp"})
-_FAR = 2.0**12
+_FAR = 2.0**12  # a value of 16, or of 1/4, is out of float16's range behind it
 _ADD_UP = frozenset({"reduce_sum", "reduce_window_sum", "cumsum", "scatter-add"}) | traits.ACROSS
 _HAND_ON_RANGE = MOVES | traits.ADDS | traits.SCALES | traits.LIMITS | traits.JOINS | {"neg"}
 
