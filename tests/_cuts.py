@@ -63,7 +63,9 @@ def _checkpoint_dots(fun, *args):
 def _cond(fun, *args):
     held = next((a for a in args if getattr(a, "dtype", None) == jnp.float32), None)
     going = True if held is None else jnp.ravel(held)[0] < np.inf
-    return lax.cond(jnp.asarray(going) | True, _named(fun), _named(fun), *args)
+    zeros = _zeros_like_results(fun, args)
+    run = _named(lambda *args: tuple(fun(*args)))
+    return list(lax.cond(jnp.asarray(going) | True, run, lambda *_: zeros, *args))
 
 
 @boundary("switch")
@@ -93,7 +95,7 @@ def _scan_carrying(fun, *args):
 @boundary("fori_loop")
 def _fori(fun, *args):
     start = _zeros_like_results(fun, args)
-    return list(lax.fori_loop(0, 1, lambda i, _: tuple(fun(*args)), start))
+    return list(lax.fori_loop(0, 2, lambda i, _: tuple(fun(*args)), start))
 
 
 @boundary("map")
