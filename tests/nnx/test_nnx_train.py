@@ -143,3 +143,12 @@ def test_a_variable_that_goes_away_is_an_error():
     step = mpjax.nnx.make_train_step(Model(), optax.sgd(0.1), None, forgetful)
     with pytest.raises(ValueError, match=r"nnx.make_train_step: the trees differ; 'dropout/rngs"):
         step(step.init(), BATCH)
+
+
+def test_a_loss_of_the_model_outside_trains_nothing_and_is_warned_of():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    step = mpjax.nnx.make_train_step(
+        model, optax.sgd(0.1), "bf16-mixed", lambda _, batch: loss_fn(model, batch)
+    )
+    with pytest.warns(mpjax.PolicyWarning, match="does not depend on the parameters"):
+        step(step.init(), BATCH)
