@@ -95,7 +95,7 @@ def _scan_carrying(fun, *args):
 @boundary("fori_loop")
 def _fori(fun, *args):
     start = _zeros_like_results(fun, args)
-    return list(lax.fori_loop(0, 2, lambda i, _: tuple(fun(*args)), start))
+    return list(lax.fori_loop(0, 1, lambda i, _: tuple(fun(*args)), start))
 
 
 @boundary("map")
