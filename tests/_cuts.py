@@ -81,9 +81,18 @@ def _scan_stacking(fun, *args):
     return [y[0] for y in ys]
 
 
+def _zeros_like(fun: Fun) -> Fun:
+    """Returns a function of the same arguments, with zeros for results."""
+
+    def zeros(*xs: Any) -> Any:
+        made = jax.eval_shape(fun, *xs)
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), made)
+
+    return zeros
+
+
 def _zeros_like_results(fun, args):
-    types = jax.eval_shape(lambda *xs: tuple(fun(*xs)), *args)
-    return tuple(jnp.zeros(t.shape, t.dtype) for t in types)
+    return _zeros_like(lambda *xs: tuple(fun(*xs)))(*args)
 
 
 @boundary("scan that carries")
@@ -256,21 +265,13 @@ OF_VALUES = {**MOVES, **SUMS}
 
 
 def _else_zeros(fun: Fun) -> Fun:
-    """In one of two branches: what is known of the other one's zeros is another thing."""
+    """One of two branches; the other one gives zeros, of which other things are known."""
     return lambda *xs: lax.cond(xs[0].ravel()[0] < 1e30, fun, _zeros_like(fun), *xs)
 
 
 def _left_by_a_loop(fun: Fun) -> Fun:
-    """What a loop carries out, from zeros on: the same in each of its two turns."""
+    """A loop of two turns from zeros on: each makes the result anew, and carries it."""
     return lambda *xs: lax.fori_loop(0, 2, lambda _, carry: fun(*xs), _zeros_like(fun)(*xs))
-
-
-def _zeros_like(fun: Fun) -> Fun:
-    def zeros(*xs: Any) -> Any:
-        made = jax.eval_shape(fun, *xs)
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), made)
-
-    return zeros
 
 
 AROUND: dict[str, Callable[[Fun], Fun]] = {

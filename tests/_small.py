@@ -44,6 +44,14 @@ def together(programs, *args):
     return jax.jit(lambda *xs: {name: fun(*xs) for name, fun in programs.items()})(*args)
 
 
+def check_all(funs, policy, *args, **tolerance):
+    """Asserts that functions of one value, by name, such as cuts, give the first's in float32."""
+    right = np.asarray(next(iter(funs.values()))(*args))
+    programs = {name: mpjax.autocast(fun, policy) for name, fun in funs.items()}
+    for name, got in together(programs, *args).items():
+        np.testing.assert_allclose(got, right, err_msg=name, **tolerance)
+
+
 def each_inside_and_outside(taken, funs, policy, *args):
     """Gives results of `taken`, such as `jax.grad`, with autocast around it, and inside of it.
 

@@ -193,13 +193,14 @@ def leaves_finite(tree: PyTree, counted: Sequence[bool] | None = None) -> Array:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     counted = counted or [True] * len(leaves)
     flags: list[Any] = [True] * len(leaves)
-    places = [i for i, (_, x) in enumerate(leaves) if counted[i] and _is_inexact(x)]
+    places = [i for i, (_, x) in enumerate(leaves) if counted[i] and is_inexact(x)]
     for i, flag in zip(places, reduced(_FINITE, [leaves[i] for i in places]), strict=True):
         flags[i] = flag
     return jnp.stack(list(map(jnp.asarray, flags))) if flags else jnp.ones((0,), jnp.bool_)
 
 
-def _is_inexact(x: Any) -> bool:
+def is_inexact(x: Any) -> bool:
+    """Returns whether something is a floating or a complex number or array, in any precision."""
     return isinstance(x, (float, complex)) or (is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._base.errors import message, warn
-from mpjax._base.tree import is_array
+from mpjax._base.tree import is_inexact
 from mpjax._base.typing import PyTree
 
 _WHERE = "make_train_step"
@@ -30,13 +30,9 @@ def check_trains(loss: Any, weight: Any, params: PyTree) -> Any:
     Warns:
       PolicyWarning: while it is differentiated: the loss does not depend on the parameters.
     """
-    leaves = [x for x in jax.tree.leaves(params) if _has_gradient(x)]
-    is_made = _has_gradient(loss) and not getattr(loss, "weak_type", False)
+    leaves = list(filter(is_inexact, jax.tree.leaves(params)))
+    is_made = is_inexact(loss) and not getattr(loss, "weak_type", False)
     return _looked_at(loss, weight, leaves) if is_made and leaves else loss
-
-
-def _has_gradient(x: Any) -> bool:
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 @jax.custom_jvp

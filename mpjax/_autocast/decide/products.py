@@ -115,8 +115,8 @@ def _why_not_low(
         too_large = filter(None, map(values.out_of_range, eqn.invars[:2]))
         if reason := next(too_large, None):
             return reason
-    if low == FLOAT16 and weights.are_divided(eqn, read, values.facts):
-        return reasons.WEIGHTS
+        if weights.are_divided(eqn, read, values.facts):
+            return reasons.WEIGHTS
     held = [values.state(v) for v in eqn.invars[:2]]
     too_fine = [s for s in held if s.kind == Kind.CONSTANT and not states.fits(s, low)]
     if not too_fine:
@@ -147,8 +147,8 @@ def _is_result_exact(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:
 
 def _counts(values: Rounding, eqn: Eqn) -> bool:
     """Whether a product is of no float, as of one-hot rows: it counts, and is no layer's result."""
-    operands = (facts.of_atom(v, values.facts) for v in eqn.invars[:2])
-    return all(f.flags & fact_flags.CONSTANT for f in operands)
+    _, every = fact_flags.union([facts.of_atom(v, values.facts) for v in eqn.invars[:2]])
+    return bool(every & fact_flags.CONSTANT)
 
 
 def _is_of_a_loss(values: Rounding, eqn: Eqn) -> bool:

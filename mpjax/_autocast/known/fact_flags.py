@@ -58,7 +58,7 @@ AMOUNTS = 1 << 18
 BEHIND = 1 << 30
 """It is a product of what a solve made with any other value, as `gain @ observed`."""
 OF_MATRICES = SOLVED | BEHIND | ASSEMBLED
-"""What a matrix is, also after some branch, or in some turn of a loop."""
+"""A branch's result has them if one branch has, and a loop's carry if one turn has."""
 # The flags from `1 << 19` to `1 << 29` are those of `ranges`.
 _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""

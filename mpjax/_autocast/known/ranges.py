@@ -65,6 +65,7 @@ _LIMITED = frozenset({"min", "clamp"})
 _FAR = 2.0**12  # a value of 16, or of 1/4, is out of float16's range behind it
 _ADD_UP = frozenset({"reduce_sum", "reduce_window_sum", "cumsum", "scatter-add"}) | traits.ACROSS
 _HAND_ON_RANGE = MOVES | traits.ADDS | traits.SCALES | traits.LIMITS | traits.JOINS | {"neg"}
+_HAND_ON_POWERS = _HAND_ON_RANGE | _ADD_UP
 
 
 def of_operation(eqn: Eqn, floats: Sequence[Any]) -> int:
@@ -170,7 +171,7 @@ def _powers(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
             return POWERS
     if (name in _LIMITED and some & CONSTANT) or (name == "div" and not _is_a_number(floats[1])):
         return 0
-    return some & POWERS if name in _HAND_ON_RANGE | _ADD_UP else 0
+    return some & POWERS if name in _HAND_ON_POWERS else 0
 
 
 def _is_by_constants(floats: Sequence[Any]) -> bool:

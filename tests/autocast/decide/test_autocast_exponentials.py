@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _cuts import AROUND
-from _small import each_inside_and_outside, products, together
+from _small import check_all, each_inside_and_outside, products
 from jax import lax
 
 import mpjax
@@ -319,10 +319,7 @@ def test_law_of_range_a_sum_of_powers_is_float32_for_a_product_too(name):
     def fun(cut):
         return lambda x, w: jnp.mean(POWERS[name](1e3 * jnp.tanh(x @ w) @ w, AROUND[cut]))
 
-    right = fun("uncut")(X, W)
-    programs = {cut: mpjax.autocast(fun(cut), "16-mixed") for cut in AROUND}
-    for cut, got in together(programs, X, W).items():
-        np.testing.assert_allclose(got, right, rtol=1e-2, err_msg=cut)
+    check_all({cut: fun(cut) for cut in AROUND}, "16-mixed", X, W, rtol=1e-2)
 
 
 # Sums of exponentials, or the largest of them, before a product.
@@ -352,10 +349,8 @@ def test_law_of_range_a_sum_of_exponentials_is_as_each_of_them(name, shift):
 
         return of
 
-    right = fun(AROUND["uncut"])(X, W)
-    programs = {key: mpjax.autocast(fun(cut), "16-mixed") for key, cut in AROUND.items()}
-    for cut, got in together(programs, X, W).items():
-        np.testing.assert_allclose(got, right, atol=2e-2, err_msg=cut)
+    funs = {where: fun(cut) for where, cut in AROUND.items()}
+    check_all(funs, "16-mixed", X, W, rtol=1e-7, atol=2e-2)
 
 
 def _written_out(turn, carry, rows):
@@ -422,10 +417,8 @@ def test_law_of_range_a_constant_that_float16_does_not_hold_is_not_made_so(name)
     def fun(cut):
         return lambda x, w: cut(NOT_HELD[name])(jnp.tanh(x @ w))
 
-    right = fun(AROUND["uncut"])(X, W)
-    programs = {key: mpjax.autocast(fun(cut), "16-mixed") for key, cut in AROUND.items()}
-    for cut, got in together(programs, X, W).items():
-        np.testing.assert_allclose(got, right, rtol=4e-3, atol=4e-3, err_msg=cut)
+    funs = {where: fun(cut) for where, cut in AROUND.items()}
+    check_all(funs, "16-mixed", X, W, rtol=4e-3, atol=4e-3)
 
 
 def test_weights_that_a_function_closes_over_are_low_also_small_ones():

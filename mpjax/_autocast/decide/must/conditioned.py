@@ -149,8 +149,10 @@ def _is_sharp(eqn: Eqn, known: facts.Facts) -> bool:
 
     Their distance to it may be less than the last place of the largest.
     """
-    first, last = (facts.of_atom(v, known).flags for v in eqn.invars[:: len(eqn.invars) - 1])
-    return eqn.primitive.name == "sub" and bool(first & ranges.LARGE and last & ranges.TOP)
+    if eqn.primitive.name != "sub":
+        return False
+    first, second = (facts.of_atom(v, known).flags for v in eqn.invars)
+    return bool(first & ranges.LARGE and second & ranges.TOP)
 
 
 def _of_a_mean(eqn: Eqn, known: facts.Facts) -> int:

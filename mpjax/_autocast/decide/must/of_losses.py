@@ -40,30 +40,28 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         return SOLUTION
     if eqn.primitive.name != "dot_general":
         return 0
-    is_by_a_vector = contraction.is_by_a_vector(eqn)
-    if out_read & RESULT and (is_by_a_vector or contraction.adds_few(eqn)):
+    is_an_angle = out_read & RESULT
+    if contraction.adds_few(eqn) and (is_an_angle or _is_of_places(eqn, some)):
         return SMALL
-    if _is_of_places(eqn, some) or (is_by_a_vector and _is_of_functions(operands)):
+    if contraction.is_by_a_vector(eqn) and (is_an_angle or _is_of_functions(operands, some)):
         return SMALL
     return SMALL if any(_is_small(eqn, i, operands) for i in range(2)) else 0
 
 
 def _is_of_places(eqn: Eqn, some: int) -> bool:
-    """Whether a product is of few coordinates of inputs: an angle, a volume, a strain.
+    """Whether a product of few terms is of inputs' coordinates: an angle, a volume, a strain.
 
     Each of its elements has an axis in common with both operands, as no parameter has with its
     inputs.
     """
-    is_of_inputs = not some & fact_flags.PRODUCT
-    return is_of_inputs and contraction.adds_few(eqn) and contraction.has_batch_axes(eqn)
+    return not some & fact_flags.PRODUCT and contraction.has_batch_axes(eqn)
 
 
-def _is_of_functions(operands: Sequence[facts.Fact]) -> bool:
+def _is_of_functions(operands: Sequence[facts.Fact], some: int) -> bool:
     """Whether an operand is made of inputs by functions, as the powers in a polynomial are.
 
     Their sum cancels: `vander(t, 9) @ coefficients` of `t = -60` has terms past 1e9 and is 0.01.
     """
-    some, _ = fact_flags.union(operands)
     if some & (fact_flags.PRODUCT | fact_flags.CARRY):
         return False
     return bool(some & ranges.CURVED) or any(f.factors > 1 for f in operands)
