@@ -48,7 +48,7 @@ from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each, has_effects, o
 from mpjax._jaxpr.sizes import is_float32, is_number, size
 
 _MOST_ROOTS = 8
-_OF_TURNS = OF_MATRICES | ranges.EXPONENTIAL | ranges.POWERS
+_OF_TURNS = OF_MATRICES | ranges.EXPONENTIAL | ranges.UNHELD
 """Flags of a carry in each turn, if it has them in one."""
 _PARTS = traits.SLICES | traits.PICKS
 _OF_ITS_OPERANDS = traits.FUSIBLE | traits.OF_FEW | traits.UPDATES | MOVES | totals.ALONG_AXES

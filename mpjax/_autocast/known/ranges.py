@@ -55,7 +55,7 @@ OUTSIDE = 1 << 29
 """Past 65504 or below 6e-5, where float16 has few bits: a constant array, or one times a number."""
 UNHELD = POWERS | OUTSIDE
 """Of a product that has such an operand, the other one may be out of range, too."""
-OF_CARRIES = EXPONENTIAL | CURVED | WEIGHED | POWERS
+OF_CARRIES = EXPONENTIAL | CURVED | WEIGHED | UNHELD
 """Flags that a loop's result has if what a turn leaves has them."""
 _CUMULATIVE = frozenset({"cumprod", "cumlogsumexp"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "sinh", "cosh"})
@@ -226,7 +226,7 @@ def _of_exponentials(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
 
 def of_branches(some: int, every: int) -> int:
     """Returns these flags of one of several values, `where(c, a, b)`: of those of some, of all."""
-    return some & (EXPONENTIAL | CURVED | WEIGHED | GROWN | LARGE | POWERS) | every & (
+    return some & (EXPONENTIAL | CURVED | WEIGHED | GROWN | LARGE | UNHELD) | every & (
         TOP | UNDER | CHANCES | INVERSE
     )
 

@@ -421,6 +421,15 @@ def test_law_of_range_a_constant_that_float16_does_not_hold_is_not_made_so(name)
     check_all(funs, "16-mixed", X, W, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.parametrize("size", [1e-9, 1e6])
+def test_law_of_range_what_a_number_takes_out_of_it_is_so_behind_a_branch_and_a_loop(size):
+    def fun(cut):
+        return lambda x, w: cut(lambda h: h * size)(jnp.tanh(x @ w)) @ w / size
+
+    funs = {where: fun(cut) for where, cut in AROUND.items()}
+    check_all(funs, "16-mixed", X, W, rtol=4e-3, atol=4e-3)
+
+
 def test_weights_that_a_function_closes_over_are_low_also_small_ones():
     for weights in (W, 1e-3 * W, np.float32(np.sign(W) * 1e-4), jnp.zeros((8, 8)), 1e4 * W):
         fun = mpjax.autocast(lambda x, w: jnp.tanh(x @ w) @ weights, "16-mixed")  # noqa: B023
