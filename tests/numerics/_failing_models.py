@@ -56,11 +56,11 @@ def _error(out, batch):
 
 
 def _gate(hot, h):
-    """Returns h, or in the branch that is not meant to be taken what float32 does not hold.
+    """Returns h; the branch that is not meant to be taken returns NaN where h is not 0.
 
-    No exponential: behind one, taken or not, autocast leaves the head's product in float32.
+    Behind an exponential or a factor of 3e38, taken or not, autocast leaves a product in float32.
     """
-    return lax.cond(hot, lambda h: h * 3e38 * 3e38, lambda h: h, h)
+    return lax.cond(hot, lambda h: jnp.sqrt(-jnp.abs(h)), lambda h: h, h)
 
 
 # -- linen -----------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ EXPECTED = {
     "forward": ({"range"}, "first", "forward", {}),
     "backward": ({"gradient_range"}, "mid", "backward", {}),
     "scale": ({"loss_scale"}, "head", "backward", {}),
-    "branch": ({"everywhere"}, "gate", "forward", {"branch": (1,), "operation": "mul"}),
+    "branch": ({"everywhere"}, "gate", "forward", {"branch": (1,), "operation": "sqrt"}),
     "remat": ({"range"}, "mid", "forward", {}),
     "scan": ({"range"}, "mid", "forward", {}),
     "shard": ({"range"}, "first", "forward", {"shard": 5}),
