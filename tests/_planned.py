@@ -9,7 +9,7 @@ from mpjax import get_policy
 from mpjax._autocast import api
 from mpjax._autocast.decide import may, read_flags, reads, states
 from mpjax._autocast.decide.decided import Action, Settings
-from mpjax._autocast.known import constants, facts, norms, ways
+from mpjax._autocast.known import constants, norms, walk, ways
 from mpjax._base import compat
 from mpjax._jaxpr import op_rules, sizes, structure
 
@@ -17,8 +17,8 @@ Kind = states.Kind
 # fmt: off
 __all__ = [  # the one door of tests to what is decided, to how, and to what is read
     "Planned", "dtypes", "plan_of",
-    "api", "compat", "constants", "facts", "may", "norms", "op_rules", "read_flags", "reads",
-    "sizes", "states", "structure", "ways",
+    "api", "compat", "constants", "may", "norms", "op_rules", "read_flags", "reads",
+    "sizes", "states", "structure", "walk", "ways",
     "Action", "Kind", "Settings",
 ]
 # fmt: on

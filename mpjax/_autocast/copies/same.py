@@ -25,7 +25,7 @@ from mpjax._autocast.copies import gradients
 from mpjax._autocast.copies.numbering import Numbering, Visit, contracts
 from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import Action, Decided, Decision
-from mpjax._autocast.known import facts, roots, scopes
+from mpjax._autocast.known import facts, roots, scopes, walk
 from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.op_rules import PRODUCTS
@@ -94,7 +94,7 @@ def _products(decided: Decided, outside: Mapping[int, Hashable]) -> Iterator[tup
         eqn = decision.eqn
         if decision.call is not None:
             for part, inner in zip(structure.parts(eqn), decision.call.programs, strict=True):
-                names = facts.entering(eqn, part, decided.facts).outside.items()
+                names = walk.entering(eqn, part, decided.facts).outside.items()
                 inside = {n: outside.get(m, (this, m)) if m >= 0 else "carried" for n, m in names}
                 yield from _products(inner, inside)
         elif eqn.primitive.name in PRODUCTS:

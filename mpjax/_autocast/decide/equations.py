@@ -29,11 +29,11 @@ from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import (
     constants,
-    facts,
     fusible,
     named_attention,
     scopes,
     traits,
+    walk,
     ways,
 )
 from mpjax._autocast.known.activations import is_activation
@@ -230,7 +230,7 @@ class Decider(Rounding):
             out_reads: tuple[int, ...],
             settings: Settings,
         ) -> Decided:
-            given = facts.entering(eqn, part, self.facts).given
+            given = walk.entering(eqn, part, self.facts).given
             operands = [eqn.invars[place] for place in part.operands]
             ahead = tuple(map(self.is_before_a_product, operands))
             outside = Outside(given, ahead, self.steps.relations(operands))

@@ -44,12 +44,14 @@ from mpjax._autocast.decide.read_flags import (
 )
 from mpjax._autocast.known import (
     contraction,
+    fact_flags,
     facts,
     fusible,
     named_attention,
     ranges,
     scopes,
     traits,
+    walk,
     ways,
 )
 from mpjax._autocast.known.activations import is_activation
@@ -120,7 +122,7 @@ def _add(
             read |= operand_read & handed_on | own
         if backward:
             read &= ~FORWARD
-        if not hands_on and known[atom].flags & facts.DERIVED:
+        if not hands_on and known[atom].flags & fact_flags.DERIVED:
             read |= GRADIENT
         if read:
             reads[atom] = meetings.joined(reads.get(atom, 0), read)
@@ -241,7 +243,7 @@ class Inner:
         self.eqn, self.others, self.known = eqn, others, known
 
     def __call__(self, part: structure.Part, out_reads: tuple[int, ...]) -> tuple[int, ...]:
-        given = facts.entering(self.eqn, part, self.known).given
+        given = walk.entering(self.eqn, part, self.known).given
         reads = inside(part.program, out_reads, self.others, given)
         return tuple(reads.get(v, 0) for v in compat.closed(part.program).jaxpr.invars)
 
@@ -251,4 +253,4 @@ def inside(
     program: Any, out_reads: tuple[int, ...], others: Others, given: tuple[facts.Fact, ...]
 ) -> dict[Any, int]:
     """Returns how each variable of a program is read, given the facts of its inputs."""
-    return of(compat.closed(program).jaxpr, out_reads, others, facts.inside(program, given))
+    return of(compat.closed(program).jaxpr, out_reads, others, walk.inside(program, given))

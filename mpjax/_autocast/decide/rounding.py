@@ -19,7 +19,7 @@ from mpjax._autocast.decide.may.streams import Streams
 from mpjax._autocast.decide.must.steps import Steps
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.known import fact_flags, facts, ranges, scopes
+from mpjax._autocast.known import fact_flags, facts, ranges, scopes, walk
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT16, FLOAT32
 from mpjax._jaxpr.equation import Eqn
@@ -45,8 +45,8 @@ class Rounding:
         is_one = isinstance(settings.policy, Policy)
         self.low = _low(scopes.compute_dtype(settings.policy, ())) if is_one else None
         self.in_states = in_states
-        given = facts.unrelated(self.jaxpr) if outside.facts is None else outside.facts
-        self.facts = facts.inside(jaxpr, given)
+        given = walk.unrelated(self.jaxpr) if outside.facts is None else outside.facts
+        self.facts = walk.inside(jaxpr, given)
         self.reads = reads.inside(jaxpr, out_reads, settings.other_reads, given)
         known = zip(self.jaxpr.invars, outside.ahead, strict=False)
         self.ahead = {v for v, is_ahead in known if is_ahead}  # it is added what comes out of calls

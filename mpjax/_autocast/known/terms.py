@@ -33,11 +33,9 @@ NONE: Terms = frozenset()
 
 
 def few(terms: Iterable[Term]) -> Terms:
-    """Returns terms; of many those alone that no later sum is over, or none."""
+    """Returns terms; of many, as a Python loop over batches adds up, one for all of a kind."""
     some = frozenset(terms)
-    if len(some) > _MOST:
-        some = frozenset(t for t in some if not t.is_summed)
-    return some if len(some) <= _MOST else NONE
+    return some if len(some) <= _MOST else _of_kinds(some, lambda t: t.number)
 
 
 def cancelling(first: Terms, second: Terms, *, of_sums: bool = False) -> list[Term]:
@@ -96,10 +94,12 @@ def _cancel(a: Term, b: Term) -> bool:
         a, b = b, a
     first, second = map(made_of.unless_constant, (a.roots, b.roots))  # a constant weights a sum
     within, around = made_of.among(first, second), made_of.among(second, first)
-    if a.is_summed:
-        return within and around
     # What else a product is over weights it: `w` in `E[x y]`. But `x y - x` does not cancel.
-    return within or (around and not (a.is_product and b.is_product))
+    if a.is_product and b.is_product:
+        return within and (around or not a.is_summed)
+    if a.is_summed:  # as by batches: `|a|²` and `|b|²` are over values of `2ab`
+        return within if b.is_product else around
+    return within or around
 
 
 def _is_gram_beside(gram: Term, other: Term) -> bool:
@@ -130,12 +130,12 @@ def is_normalised(first: Iterable[Term], second: Iterable[Term], *, by_power: bo
       second: those of what the sum is in.
       by_power: whether that is a power of the sum, as 1 over it is.
     """
-    sums = (t for t in second if t.is_power == by_power and not t.is_summed)
-    pairs = itertools.product(filter(_is_plain_product, first), sums)
+    products = (t for t in first if t.is_product and not t.is_power)
+    sums = (t for t in second if t.is_power == by_power)
     return any(
         made_of.meet(*(made_of.unless_constant(t.roots) for t in pair))
-        for pair in pairs
-        if pair[0].number != pair[1].number
+        for pair in itertools.product(products, sums)
+        if pair[0].number != pair[1].number and pair[0].is_summed == pair[1].is_summed
     )
 
 
@@ -145,11 +145,21 @@ def _is_plain_product(term: Term) -> bool:
 
 def of_branches(terms: Iterable[Term], number: Callable[[], int]) -> Terms:
     """Returns one term in place of all of a kind: which branch runs is not known."""
-    kinds: dict[Term, made_of.Roots] = {}
+    return _of_kinds(terms, lambda _: number())
+
+
+def _of_kinds(terms: Iterable[Term], number: Callable[[Term], int]) -> Terms:
+    """Returns one term in place of all of a kind, over the values of all, with a number."""
+    kinds: dict[Term, list[Term]] = {}
     for term in terms:
-        kind = term._replace(roots=frozenset(), number=0)
-        kinds[kind] = kinds.get(kind, frozenset()) | term.roots
-    return frozenset(kind._replace(roots=of, number=number()) for kind, of in kinds.items())
+        kinds.setdefault(term._replace(roots=frozenset(), number=0), []).append(term)
+    return frozenset(
+        kind._replace(
+            roots=frozenset[made_of.Root]().union(*(t.roots for t in of)),
+            number=number(min(of, key=lambda t: t.number)),
+        )
+        for kind, of in kinds.items()
+    )
 
 
 def multiplied(first: Terms, second: Terms, number: Callable[[], int]) -> Terms:

@@ -13,7 +13,7 @@ from _places import ROOT
 from jax import lax
 
 import mpjax
-from mpjax._autocast.known import chains, facts, iterations
+from mpjax._autocast.known import chains, iterations, walk
 from mpjax._jaxpr import structure
 
 BY_NAME = {p.name: p for p in PROGRAMS}
@@ -217,7 +217,7 @@ def test_law_of_chains_a_loop_that_is_written_out_is_one(turn, want, cut):
 
     start = tuple(jnp.ones((8, 8)) for _ in want)
     program = jax.make_jaxpr(written_out)(*start)
-    known = facts.inside(program, facts.unrelated(program.jaxpr))
+    known = walk.inside(program, walk.unrelated(program.jaxpr))
     assert tuple(chains.is_long(known[v].chain) for v in program.jaxpr.outvars) == want
 
 

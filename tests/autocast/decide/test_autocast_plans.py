@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _planned import Kind, Planned, facts, read_flags, reads, states, ways
+from _planned import Kind, Planned, read_flags, reads, states, walk, ways
 from jax import lax
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
@@ -235,7 +235,7 @@ LATER = read_flags.LATER | read_flags.FORWARD
 def flags(fun, *args, want=read_flags.OUTPUT, full=frozenset()):
     program = jax.make_jaxpr(fun)(*args)
     jaxpr = program.jaxpr
-    known = facts.inside(program, facts.unrelated(jaxpr))
+    known = walk.inside(program, walk.unrelated(jaxpr))
     found = reads.of(jaxpr, (want,) * len(jaxpr.outvars), reads.Others(full), known)
     return [found.get(v, 0) for v in jaxpr.invars]
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpjax._autocast.decide.read_flags import DIVIDED
-from mpjax._autocast.known import contraction, facts, ranges, roots
+from mpjax._autocast.known import contraction, facts, ranges, roots, traits
 from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.op_rules import PRODUCTS
+
+_MULTIPLY = traits.SCALES | PRODUCTS
 
 
 def are_divided(eqn: Eqn, read: int, known: facts.Facts) -> bool:
@@ -34,14 +37,17 @@ def are_divided(eqn: Eqn, read: int, known: facts.Facts) -> bool:
 def of_operands(eqn: Eqn, reads: Sequence[int], known: facts.Facts) -> list[int]:
     """Returns how operands are read, without `DIVIDED` of those that are in range.
 
-    In `z * sigmoid(z)` the sigmoid may be small, and not what a layer made. In `q @ (k.T @ v)` the
-    features `q` and `k` may be small, and what is made of `k`, and not `v`.
+    A product's terms are all read so. Of the factors in `z * sigmoid(z)` the sigmoid may be small,
+    and not what a layer made. In `q @ (k.T @ v)` the features `q` and `k` may be small, and what is
+    made of `k`, and not `v`.
 
     Args:
       eqn: an operation whose result is of such weights.
       reads: how it reads its operands.
       known: the facts of its program.
     """
+    if eqn.primitive.name not in _MULTIPLY:
+        return list(reads)
     operands = (facts.of_atom(v, known) for v in eqn.invars)
     return [
         read if fact.flags & (ranges.CURVED | ranges.WEIGHED) else read & ~DIVIDED
