@@ -2,7 +2,8 @@
 
 A program is walked as if calls were inlined and moves were absent: a value that was reshaped, or
 padded and cut out again, has the number that it had. Loops on the same operands with the same
-bodies give the same results. Random bits of one key are equal, too.
+bodies give the same results, and what one loop stacks is, row by row, the same in a later loop, as
+in the one that JAX differentiates it by. Random bits of one key are equal, too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _COMBINES = traits.SHIFTS | traits.SCALES
 """Where two copies may cancel: with opposite signs, as in `a - b`, `a + (-b)` and `a * (1 / b)`."""
 _INVERTS = frozenset({"neg", "rsqrt"})
 _MAY_INVERT = traits.SCALES | {"pow"}  # by something negative, unless it is a known number
+_BACK = {"row": "rows", "rows": "row"}
 _EVEN = frozenset({"abs", "square", "cos", "cosh"})
 
 
@@ -79,6 +81,7 @@ class Numbering:
         self._constants: set[int] = set()
         self._uniform: set[int] = set()  # one number, or copies of it
         self._empty: set[int] = set()  # zeros, or what JAX leaves in place of a branch's values
+        self._turned_back: dict[tuple[str, int], int] = {}  # what a loop's rows are of
         self._moved: dict[int, dict[Any, int]] = {}  # what it was moved from, by shape
         self._placed: dict[int, tuple[bool, list[int]]] = {}  # whether it was cut out, and where
 
@@ -272,16 +275,16 @@ class Numbering:
         for i in range(start, len(inputs)):
             value = inputs[i]
             if i >= stop:
-                key = ("row", value.number)
-                inputs[i] = self._turned(eqn, key, value, before[i], inside[i])
+                inputs[i] = self._turned(eqn, "row", value, before[i], inside[i])
             elif not _is_one_turn(eqn):
                 inputs[i] = Numbered(self._of(("carried", i - start, all_of)), carried)
         return inputs
 
-    def _turned(
-        self, eqn: Eqn, key: Hashable, value: Numbered, before: Any, after: Any
-    ) -> Numbered:
-        number = self._of(key)
+    def _turned(self, eqn: Eqn, how: str, value: Numbered, before: Any, after: Any) -> Numbered:
+        """Returns a row of a value, or the rows of one: again what it was, if it is turned back."""
+        if (number := self._turned_back.get((how, value.number))) is None:
+            number = self._of((how, value.number))
+            self._turned_back[_BACK[how], number] = value.number
         if _is_one_turn(eqn):
             number = self._as_moved(number, value.number, before.aval.shape, after)
         return value._replace(number=number)
@@ -292,17 +295,15 @@ class Numbering:
         body = structure.parts(eqn)[-1]
         outs, inside = made[-1], compat.closed(body.program).jaxpr.outvars
         carries = body.carries
+        rows = zip(outs[carries:], inside[carries:], eqn.outvars[carries:], strict=True)
+        stacked = [self._turned(eqn, "rows", v, a, b) for v, a, b in rows]
         if _is_one_turn(eqn):
-            rows = zip(outs[carries:], inside[carries:], eqn.outvars[carries:], strict=True)
-            stacked = [self._turned(eqn, ("rows", v.number), v, a, b) for v, a, b in rows]
             return [*outs[:carries], *stacked]
         numbers = [v.number for v in (*operands, *(v for values in made for v in values))]
         all_of = self._of(("loop", *_turns(eqn), *numbers))
         carried = _union(outs)
-        return [
-            Numbered(self._of(("result", i, all_of)), carried if i < carries else v.copies)
-            for i, v in enumerate(outs)
-        ]
+        left = [Numbered(self._of(("result", i, all_of)), carried) for i in range(carries)]
+        return [*left, *stacked]
 
     # -- copies ------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _small import check_all
+from _small import check_all, distance, each_inside_and_outside
 from jax import lax
 
 _RNG = np.random.default_rng(0)
@@ -146,6 +146,17 @@ def _each_way(loss):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_law_of_batches_what_cancels_at_once_cancels_after_a_loop(loss, policy):
     check_all(_each_way(LOSSES[loss]), policy, X, W, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_law_of_batches_gradients_of_what_cancels_cancel_after_a_loop(loss):
+    def each(way):
+        return lambda x, w: jnp.sum(jnp.sin(LOSSES[loss](way, x, w)) * 0.1)
+
+    ways = {name: each(way) for name, way in WAYS.items() if name != "while_loop"}
+    right = jax.grad(each(_at_once))(X, W)
+    for case, got in each_inside_and_outside(jax.grad, ways, "bf16-mixed", X, W):
+        assert distance(got, right) < 0.02, case
 
 
 def test_law_of_batches_a_mean_by_small_weights_is_one_after_a_loop():
