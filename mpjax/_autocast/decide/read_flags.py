@@ -11,7 +11,10 @@ from __future__ import annotations
 PRODUCT = 1 << 0
 """Read by a product, directly or moved."""
 OUTPUT = 1 << 1
-"""Read by an output of the program, directly, moved, or through sums."""
+"""Read by an output of the program, directly, moved, or through sums; or data are taken off it.
+
+These may be an earlier call's output: `logp(w, x) - old`.
+"""
 LATER = 1 << 2
 """Some product depends on it."""
 WHOLE = 1 << 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpjax._autocast.known import ranges, scopes, terms, totals, traits
 from mpjax._autocast.known import roots as made_of
-from mpjax._autocast.known.fact_flags import CONSTANT, EITHER, OFFSET
+from mpjax._autocast.known.fact_flags import CONSTANT, EITHER, OFFSET, PRODUCT, is_data
 from mpjax._autocast.known.facts import Fact, Facts, may_subtract, of_atom
 from mpjax._jaxpr.equation import Eqn
 
@@ -25,6 +25,21 @@ def is_of_products(eqn: Eqn, facts: Facts) -> bool:
         for a, b in ((first, second), (second, first))
         if not b.flags & CONSTANT
     )
+
+
+def data_taken_off(eqn: Eqn, facts: Facts) -> Fact | None:
+    """Returns the fact of data that are taken off what a product made, or it off them.
+
+    They may be what an earlier call made of the same: `logp(w, x) - old`, which PPO exponentiates.
+    """
+    name = eqn.primitive.name
+    if name not in traits.SHIFTS or scopes.is_transposed(eqn):
+        return None
+    first, second = (of_atom(v, facts) for v in eqn.invars)
+    if not may_subtract(name, first, second):
+        return None
+    pairs = ((first, second), (second, first))
+    return next((b for a, b in pairs if a.flags & PRODUCT and is_data(b)), None)
 
 
 def is_of_one(eqn: Eqn, facts: Facts) -> bool:

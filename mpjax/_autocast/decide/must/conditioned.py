@@ -141,6 +141,8 @@ def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         read |= DIFFERENCE | (RESULT if differences.is_of_one(eqn, known) else 0)
     if differences.is_of_products(eqn, known):
         read |= DIFFERENCE | RESULT
+    if data := differences.data_taken_off(eqn, known):
+        read |= DIFFERENCE | RESULT if data.terms else OUTPUT
     return read | (NEAR | RESULT if _is_sharp(eqn, known) else 0)
 
 
