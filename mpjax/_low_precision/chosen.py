@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import optax
 
-from mpjax._base.dtypes import DType
+from mpjax._base.dtypes import FLOAT16, DType
 from mpjax._base.errors import message, nearest, warn
 from mpjax._base.typing import PyTree
 from mpjax._low_precision.kahan import with_kahan
+from mpjax._low_precision.moments import Moment, map_moments
 from mpjax._low_precision.owner import is_narrow_leaf, owners
 from mpjax._low_precision.rounding import is_narrow
 from mpjax._low_precision.stochastic import with_stochastic_rounding
@@ -73,4 +74,20 @@ def warn_of_lost_updates(
     text = f"make_train_step: {policy} keeps weights in {narrow[0].name}, and loses an update "
     text += f"below {least} of its weight: type rounding='stochastic' or 'kahan', or wrap tx in "
     text += "mpjax.optim.with_master_weights; rounding='nearest' if this is meant."
-    warn(text)
+    warn(text + _lost_squares(params, opt_state))
+
+
+def _lost_squares(params: PyTree, opt_state: PyTree) -> str:
+    """Returns a sentence about second moments in float16, as Adam's, or nothing."""
+    found: list[str] = []
+
+    def look(moment: Moment, leaf: Any) -> None:
+        if moment.is_second and getattr(leaf, "dtype", None) == FLOAT16:
+            found.append(moment.field)
+
+    map_moments(look, opt_state, params)
+    if not found:
+        return ""
+    text = f" Second moments ({found[0]}) are float16, too: squares of gradients below 2e-4 are 0, "
+    text += "and steps up to 30 times too long; mpjax.optim.with_state_dtypes(tx) keeps them right."
+    return text

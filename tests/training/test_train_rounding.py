@@ -207,3 +207,18 @@ def test_an_nnx_step_takes_it_too():
     )
     state = step.init()
     assert isinstance(state.opt_state.inner_state, optim.StochasticRoundingState)
+
+
+def test_second_moments_in_float16_are_named_and_float32_ones_are_right():
+    def tiny(params, x):  # gradients of 1.6e-5: their squares are 0 in float16
+        return (params["w"] * x).mean().astype(jnp.float32) * 1e-3
+
+    def moved(tx, rounding):
+        step = mpjax.make_train_step(tiny, tx, "16-true", rounding=rounding)
+        run = jax.jit(lambda state: jax.lax.scan(step, state, jnp.ones((100, 64)))[0])
+        return float(run(step.init({"w": jnp.zeros(64)})).params["w"][0])
+
+    with pytest.warns(mpjax.PolicyWarning, match=r"Second moments \(nu\) are float16.*_dtypes\(tx"):
+        assert moved(optax.adam(1e-3), None) < -0.3
+    mended = mpjax.optim.with_state_dtypes(optax.adam(1e-3))
+    assert moved(mended, "nearest") == pytest.approx(-0.1, rel=0.05)
