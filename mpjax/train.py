@@ -42,8 +42,9 @@ from mpjax._training.history import (
 )
 from mpjax._training.optimizers import check_supported
 from mpjax._training.options import StepOptions
+from mpjax._training.other_scale import warn_of_other_options
 from mpjax._training.placed import on_its_mesh
-from mpjax._training.state import Metrics, TrainState, checked_state, copied
+from mpjax._training.state import Metrics, TrainState, checked_state, copied, copied_in_turn
 from mpjax._training.step_loss import StepLoss
 from mpjax._training.summary import counted, describe_step, grad_norm
 from mpjax._training.under_policy import is_autocast, param_dtypes
@@ -85,6 +86,7 @@ class TrainStep:
             max_consecutive_skips=options.max_consecutive_skips,
             axis_name=options.axis_name,
         )
+        self._was_called = False
         self._jitted = jax.jit(self._step, donate_argnums=(0,) if options.donate else ())
         self._diagnosis = StepDiagnosis(
             name_of(loss_fn), self.policy, options.axis_name, self._twin
@@ -110,14 +112,13 @@ class TrainStep:
         """
         check_start(self._loss.fun, params, extra_state, "step.init")
         check_policy(self.policy, where="make_train_step")
-        params = jax.tree.map(copied, self._cast_to_param(params))
+        params = copied_in_turn(self._cast_to_param(params))
         extra_state = jax.tree.map(copied, extra_state)
-        opt_state = self._tx(params).init(params)
-        warn_of_lost_updates(self.policy, params, opt_state, self._options.rounding)
-        history = self._history_of(params, opt_state, extra_state, batch)
         # Some optimizers start from the parameters themselves, or hold one array twice:
         # a buffer cannot be donated twice.
-        opt_state = jax.tree.map(copied, opt_state)
+        opt_state = copied_in_turn(self._tx(params).init(params))
+        warn_of_lost_updates(self.policy, params, opt_state, self._options.rounding)
+        history = self._history_of(params, opt_state, extra_state, batch)
         state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, extra_state, history)
         return on_its_mesh(state)
 
@@ -130,8 +131,9 @@ class TrainStep:
         """Returns a state that another policy left, or another loss scale, as one of this step.
 
         Restore a checkpoint into a state of the step that wrote it, then adopt that: a run in
-        bfloat16 goes on in float16, or one without loss scaling with it. Parts of one kind go
-        on as they were; a loss scale of another kind starts afresh. The state given stays usable.
+        bfloat16 goes on in float16, or one without loss scaling with it. A dynamic loss scale goes
+        on as it was, with its options, as all else does; a static one, or one of another kind, is
+        this step's. The state given stays usable.
 
         Args:
           state: a `TrainState`; or a Flax `TrainState`, or a checkpoint that was restored as bare
@@ -166,7 +168,11 @@ class TrainStep:
         self, state: TrainState, *batch: PyTree, **named: Never
     ) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step, of a batch; `state` is donated."""
-        return checked_call(self._jitted, checked_state(state), one_batch(batch, named))
+        result = checked_call(self._jitted, checked_state(state), one_batch(batch, named))
+        if not self._was_called:
+            self._was_called = True
+            warn_of_other_options(self._options.loss_scale, result[0].opt_state)
+        return result
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments (or specs of them), ahead of time."""

@@ -31,9 +31,9 @@ def adopt_state(
     """Returns `opt_state`, of the same optimizer under another precision, as a state of `tx`.
 
     For a checkpoint from before `with_loss_scale`, or from a run with another loss scale or policy.
-    Moments, counts and schedules are taken over. The loss scale is too if both are of one kind
-    (dynamic, static, none); otherwise it starts as `tx` says. Restore the checkpoint into a state
-    of the optimizer that wrote it, then adopt that state.
+    Moments, counts and schedules are taken over. A dynamic loss scale goes on as it was, with its
+    options; a static one, or one of another kind, is that of `tx`. Restore the checkpoint into a
+    state of the optimizer that wrote it, then adopt that state.
 
     You may add, remove and change wrappers that store weights or moments in fewer bits
     (`with_master_weights`, `with_kahan`, `with_quantized_state`, ...). A moment in fewer bits is
@@ -95,7 +95,8 @@ def adopted(
         weights = known_weights(params, old) if full_params is None else full_params
         return formed(fresh, values, params, weights)
     if jax.tree.structure(fresh) == jax.tree.structure(old):
-        return _cast_like(fresh, old, where)
+        same = _cast_like(fresh, old, where)
+        return jax.tree.map(_with_its_scale, fresh, same, is_leaf=_holds_a_scale)
     states = find_states(old)
     outermost = [state for path, state in states if not path]
     if not outermost and states:
@@ -111,10 +112,31 @@ def adopted(
         if jnp.shape(outermost[0].leaf_finite) == jnp.shape(fresh.leaf_finite):
             counts.append("leaf_finite")  # the names of what diverged
         kept |= {name: getattr(outermost[0], name) for name in counts}
-        # A scale of another kind, as a static one for a dynamic, starts as `fresh` says.
-        if kind_of(outermost[0]) == kind_of(fresh):
-            kept |= {"loss_scale": outermost[0].loss_scale, "adjustment": outermost[0].adjustment}
+        kept |= _scale_that_goes_on(fresh, outermost[0])
     return fresh._replace(**kept)
+
+
+def _holds_a_scale(x: Any) -> bool:
+    return isinstance(x, LossScaleState)
+
+
+def _with_its_scale(fresh: Any, old: Any) -> Any:
+    """Returns an adopted part of a state; one with a loss scale has that of its new optimizer."""
+    if not _holds_a_scale(fresh):
+        return old
+    of_tx = {"loss_scale": fresh.loss_scale, "adjustment": fresh.adjustment}
+    return old._replace(**(of_tx | _scale_that_goes_on(fresh, old)))
+
+
+def _scale_that_goes_on(fresh: LossScaleState, old: LossScaleState) -> dict[str, Any]:
+    """Returns what the old loss scale leaves to the new one.
+
+    That is all of a dynamic one. A static one is an option of its optimizer, and one of another
+    kind, as a static one for a dynamic, starts as its optimizer says.
+    """
+    if kind_of(old) != kind_of(fresh) or not fresh.adjustment:
+        return {}
+    return {"loss_scale": old.loss_scale, "adjustment": old.adjustment}
 
 
 def params_to_adopt(

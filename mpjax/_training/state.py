@@ -122,3 +122,12 @@ def copied(x: Any) -> Any:
     """Returns an array copied, and a number as one; anything else as it is."""
     x = strong(x)
     return jnp.array(x, copy=True) if is_array(x) else x
+
+
+def copied_in_turn(tree: PyTree) -> PyTree:
+    """Returns a tree of copies; leaf by leaf, so that two whole trees are never held at once."""
+    leaves, treedef = jax.tree.flatten(tree)
+    del tree
+    for i, leaf in enumerate(leaves):
+        leaves[i] = leaf = copied(leaf)
+    return jax.tree.unflatten(treedef, leaves)

@@ -155,6 +155,32 @@ def test_adopting_keeps_a_loss_scale_of_the_same_kind_and_its_counters():
     assert float(adopted.opt_state.loss_scale) == 8.0
 
 
+@OPTAX
+def test_a_static_loss_scale_is_that_of_the_step_that_adopts():
+    one, two = step_under("16-mixed", loss_scale=64.0), step_under("16-mixed", loss_scale=8.0)
+    state = run(one, start(one), [0, 2, 1])
+    with pytest.warns(mpjax.PolicyWarning, match=r"goes on with .*=64\).*given .*=8\).*\n.*adopt"):
+        two(jax.tree.map(jnp.copy, state), batch_of(1))
+    adopted = two.adopt(state)
+    assert (float(adopted.opt_state.loss_scale), int(adopted.opt_state.skipped_steps)) == (8, 1)
+    two(adopted, batch_of(1))  # and says nothing
+    tx = mpjax.with_loss_scale(optax.sgd(0.1), 64.0)
+    moved = mpjax.optim.adopt_state(
+        mpjax.with_loss_scale(optax.sgd(0.1), 8.0), tx.init(PARAMS), PARAMS
+    )
+    assert float(moved.loss_scale) == 8
+
+
+@OPTAX
+def test_options_of_a_dynamic_loss_scale_go_on_and_a_step_with_others_says_so():
+    one = step_under("16-mixed", loss_scale=LOSS_SCALE)
+    two = step_under("16-mixed", loss_scale=mpjax.DynamicLossScale(4.0, growth_interval=7))
+    state = run(one, start(one), [0])
+    with pytest.warns(mpjax.PolicyWarning, match=r"optax\.tree\.set\(state, backoff_factor=jnp"):
+        state, _ = two(state, batch_of(1))
+    assert int(state.opt_state.adjustment["growth_interval"]) == 3
+
+
 def test_a_state_of_another_optimizer_or_model_is_refused_by_name():
     tx = mpjax.with_loss_scale(optax.sgd(0.1, momentum=0.9), LOSS_SCALE)
     with pytest.raises(ValueError, match=r"adopt_state: the trees differ; .* is only in"):

@@ -1,6 +1,7 @@
 """Edges of a train step: numbers that float32 or float16 cannot hold, batches of nothing, types."""
 
 import functools
+import weakref
 
 import flax.serialization
 import jax
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax._training import state as train_state
 from mpjax._training.line_search import with_scaled_cotangents
 from mpjax.testing import assert_bitwise_equal
 
@@ -242,3 +244,20 @@ def test_adopting_keeps_the_name_of_what_diverged():
     adopted = other.adopt(state)
     with pytest.raises(FloatingPointError, match="First bad leaf: 'c'"):
         mpjax.raise_if_diverged(adopted.opt_state, adopted.params)
+
+
+def test_a_state_is_copied_leaf_by_leaf_so_that_init_holds_no_tree_twice(monkeypatch):
+    made, alive = [], []
+
+    def copied(x):
+        alive.append(sum(ref() is not None for ref in made))
+        return jnp.array(x, copy=True)
+
+    def tree():
+        leaves = [jnp.full(8, i) for i in range(6)]
+        made.extend(map(weakref.ref, leaves))
+        return leaves
+
+    monkeypatch.setattr(train_state, "copied", copied)
+    train_state.copied_in_turn(tree())
+    assert alive == [6, 5, 4, 3, 2, 1]
