@@ -300,6 +300,16 @@ def in_turn(values: Iterable[str], *chosen: tuple[Iterable[str], str]) -> str:
     return one_of[sum(places) % len(one_of)]
 
 
+def cuts_in_turn(*chosen: tuple[Iterable[str], str]) -> list[str]:
+    """Names the cuts for a case of a law: none, and each second of the others.
+
+    Args:
+      chosen: for each parameter of the law its values, and that of the case: the next has the rest.
+    """
+    first = sum(list(every).index(one) for every, one in chosen) % 2
+    return ["uncut", *[cut for cut in AROUND if cut != "uncut"][first::2]]
+
+
 # -- cutting ---------------------------------------------------------------------------------------
 
 

@@ -142,12 +142,14 @@ def _each_way(loss):
     return {name: lambda x, w, way=way: loss(way, x, w) for name, way in WAYS.items()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_law_of_batches_what_cancels_at_once_cancels_after_a_loop(loss, policy):
     check_all(_each_way(LOSSES[loss]), policy, X, W, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_law_of_batches_gradients_of_what_cancels_cancel_after_a_loop(loss):
     def each(way):

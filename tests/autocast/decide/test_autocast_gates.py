@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _cuts import AROUND
+from _cuts import AROUND, cuts_in_turn
 from _small import each_inside_and_outside
 from jax import lax
 
@@ -67,9 +67,12 @@ def _right(gate, read):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("gate", GATES)
 def test_law_of_gates_a_product_of_two_values_stays_float32_under_float16(gate):
-    """Each gate meets each cut, and two readers."""
+    """Each gate meets every second cut, and two readers."""
     i = list(GATES).index(gate)
-    readers = {cut: list(READERS)[(i + j % 2) % len(READERS)] for j, cut in enumerate(AROUND)}
+    readers = {
+        cut: list(READERS)[(i + j % 2) % len(READERS)]
+        for j, cut in enumerate(cuts_in_turn((GATES, gate)))
+    }
     funs = {cut: _loss(gate, read, cut) for cut, read in readers.items()}
     results = each_inside_and_outside(jax.value_and_grad, funs, "16-mixed", W, PIXELS)
     for (cut, place), (value, grads) in results:

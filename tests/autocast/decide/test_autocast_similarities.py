@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _cuts import AROUND, in_turn
+from _cuts import AROUND, cuts_in_turn, in_turn
 from _metamorphic import DTYPES, POLICIES
 from _small import check_all, each_inside_and_outside
 from jax import lax
@@ -47,7 +47,7 @@ def _loss(name, cut):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("policy", "most"), [("bf16-mixed", 0.045), ("16-mixed", 0.006)])
 def test_law_of_similarities_a_softmax_reads_them_as_they_were_added_up(policy, most, name):
-    funs = {cut: _loss(name, cut) for cut in AROUND}
+    funs = {cut: _loss(name, cut) for cut in cuts_in_turn((LOSSES, name))}
     right = jax.grad(funs["uncut"])(W, X, Y)
     for where, got in each_inside_and_outside(jax.grad, funs, policy, W, X, Y):
         assert np.linalg.norm(got - right) < most * np.linalg.norm(right), where
@@ -142,7 +142,8 @@ def test_law_of_cotangents_each_is_as_its_value_also_behind_a_norm(dtype, loss):
 
     Its derivative takes off what is along the result: here, nearly all of the cotangent.
     """
-    units = {cut: in_turn(UNITS, (OF_TWO_VIEWS, loss), (AROUND, cut)) for cut in AROUND}
+    cuts = cuts_in_turn((OF_TWO_VIEWS, loss), (DTYPES, dtype))
+    units = {cut: in_turn(UNITS, (OF_TWO_VIEWS, loss), (AROUND, cut)) for cut in cuts}
     funs = {cut: _of_views(unit, loss, cut) for cut, unit in units.items()}
     right, least = _right_and_least_of_views(loss, DTYPES[dtype])
     for where, got in each_inside_and_outside(jax.grad, funs, POLICIES[dtype], W, X, NEAR):

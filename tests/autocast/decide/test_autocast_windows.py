@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _cuts import AROUND, in_turn
+from _cuts import AROUND, cuts_in_turn, in_turn
 from _metamorphic import DTYPES, POLICIES
 from _small import each_inside_and_outside
 from jax import lax
@@ -66,7 +66,8 @@ def _loss(mean, cut, where):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_law_of_one_formula_gradients_of_windows_cancel_as_their_variances_do(dtype, mean):
     of = in_turn(["the mean", "the variance"], (MEANS, mean), (DTYPES, dtype))
-    funs = {cut: _loss(mean, cut, of) for cut in AROUND}
+    cuts = cuts_in_turn((MEANS, mean), (DTYPES, dtype))
+    funs = {cut: _loss(mean, cut, of) for cut in cuts}
     right = jax.grad(funs["uncut"])(W, X, _MATRIX)
     for where, got in each_inside_and_outside(jax.grad, funs, POLICIES[dtype], W, X, _MATRIX):
         off = np.linalg.norm(got - right) / np.linalg.norm(right)  # by hand .26 and .035

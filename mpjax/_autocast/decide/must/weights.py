@@ -37,21 +37,21 @@ def are_divided(eqn: Eqn, read: int, known: facts.Facts) -> bool:
 def of_operands(eqn: Eqn, reads: Sequence[int], known: facts.Facts) -> list[int]:
     """Returns how operands are read, without `DIVIDED` of those that are in range.
 
-    A product's terms are all read so. Of the factors in `z * sigmoid(z)` the sigmoid may be small,
-    and not what a layer made. In `q @ (k.T @ v)` the features `q` and `k` may be small, and what is
-    made of `k`, and not `v`.
+    In `z * sigmoid(z)` the sigmoid may be small, and not what a layer made. In `q @ (k.T @ v)` the
+    features `q` and `k` may be small, and what is made of `k`, and not `v`. Of a sum of products,
+    as over batches, all terms are read so.
 
     Args:
       eqn: an operation whose result is of such weights.
       reads: how it reads its operands.
       known: the facts of its program.
     """
-    if eqn.primitive.name not in _MULTIPLY:
-        return list(reads)
     operands = (facts.of_atom(v, known) for v in eqn.invars)
+    may_be_small = [bool(fact.flags & (ranges.CURVED | ranges.WEIGHED)) for fact in operands]
+    if eqn.primitive.name not in _MULTIPLY and not any(may_be_small):
+        return list(reads)
     return [
-        read if fact.flags & (ranges.CURVED | ranges.WEIGHED) else read & ~DIVIDED
-        for read, fact in zip(reads, operands, strict=True)
+        read if is_so else read & ~DIVIDED for read, is_so in zip(reads, may_be_small, strict=True)
     ]
 
 
