@@ -14,11 +14,12 @@ import jax.numpy as jnp
 
 from mpjax._autocast import autocast, explain
 from mpjax._autocast.why.explanation import Explanation
+from mpjax._base.described import MODULES, described
 from mpjax._base.dtypes import short_name
 from mpjax._base.errors import message, nearest
 from mpjax._base.tree import is_array, leaf_paths
 from mpjax._base.users_line import users_line
-from mpjax._doctor.measure import POLICIES
+from mpjax._doctor.measure import POLICIES, of_numbers, split
 from mpjax._doctor.user_file import WHERE, first_line, load
 from mpjax._hardware import Accelerator, examine
 from mpjax._policies.policy import get_policy
@@ -30,7 +31,7 @@ Compiler = Callable[[Callable[..., Any], Any], tuple[int | None, int, float]]
 
 _SHAPE = re.compile(r"(\w+)\[([\d, ]*)\]")
 _ALLOWED_ARGUMENT = (
-    "Allowed: a name in the file (array, tree, or function that makes one), "
+    "Allowed: a name in the file (array, tree, model, or function that makes one), "
     "or a shape: 'f32[8,128]', 'i32[]'."
 )
 _DTYPES = {
@@ -119,7 +120,7 @@ def diagnose(
     for policy in track(policies):
         fast = autocast(fun, policy)
         kept = _kept(fast, args, has_aux) if is_loss else 0
-        whole = jax.value_and_grad(fast, has_aux=has_aux, allow_int=True) if is_loss else fast
+        whole = _differentiated(fast, has_aux) if is_loss else fast
         status = examine(by_name[policy], accelerator).status
         rows.append(Measured(policy, status, kept, *_on_arrays(whole, args, compiled)))
     where = "here" if compiler is None else f"for {target_name}"
@@ -173,7 +174,23 @@ def _argument(module: ModuleType, text: str) -> Any:
         fix = [f"Did you mean {' or '.join(close)}?"] if close else []
         raise ValueError(message(WHERE, f"the file has no {text!r}.", _ALLOWED_ARGUMENT, *fix))
     value = getattr(module, text)
-    return value() if callable(value) and not is_array(value) else value
+    return value() if _makes_value(value) else value
+
+
+def _makes_value(x: Any) -> bool:
+    """Whether it is a function or class to call for the value, and no model, which is called too.
+
+    A function that needs arguments, such as an activation, is a value itself.
+    """
+    if not callable(x) or described(x) in MODULES or any(map(is_array, jax.tree.leaves(x))):
+        return False
+    try:
+        inspect.signature(x).bind()
+    except TypeError:
+        return False
+    except ValueError:  # some callables have no signature
+        return True
+    return True
 
 
 def values_of(diagnosis: Diagnosis) -> list[Any]:
@@ -241,15 +258,18 @@ def _is_floating(x: Any) -> bool:
 
 def _on_arrays(fun: Callable[..., Any], args: list[Any], transform: Callable[..., Any]) -> Any:
     """Returns `transform(fun, *args)`; of the leaves of `args` only arrays are traced."""
-    leaves, structure = jax.tree.flatten(args)
-    traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    arrays, joined = split(args)
+    return transform(lambda arrays: fun(*joined(arrays)), arrays)
 
-    def on_arrays(arrays: list[Any]) -> Any:
-        values = iter(arrays)
-        given = [next(values) if t else x for t, x in zip(traced, leaves, strict=True)]
-        return fun(*structure.unflatten(given))
 
-    return transform(on_arrays, [x for t, x in zip(traced, leaves, strict=True) if t])
+def _differentiated(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Returns a function that gives the value of `fun` and its gradients."""
+
+    def run(*args: Any) -> Any:
+        of_these, numbers = of_numbers(fun, args)
+        return jax.value_and_grad(of_these, has_aux=has_aux)(numbers)
+
+    return run
 
 
 def compiled_here(fun: Callable[..., Any], args: Any) -> tuple[int | None, int, float]:
@@ -267,8 +287,8 @@ def _kept(fun: Callable[..., Any], args: list[Any], has_aux: bool) -> int:
     """Returns the bytes that reverse-mode differentiation keeps, arguments left out."""
 
     def residuals(*args: Any) -> list[Any]:
-        made = jax.vjp(lambda first: fun(first, *args[1:]), args[0], has_aux=has_aux)
-        return jax.tree.leaves(made[1])
+        of_these, numbers = of_numbers(fun, args)
+        return jax.tree.leaves(jax.vjp(of_these, numbers, has_aux=has_aux)[1])
 
     jaxpr = _on_arrays(residuals, args, lambda f, arrays: jax.make_jaxpr(f)(arrays)).jaxpr
     made = {var for eqn in jaxpr.eqns for var in eqn.outvars}

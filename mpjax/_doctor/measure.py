@@ -18,7 +18,7 @@ from mpjax._autocast import autocast
 from mpjax._base.errors import message
 from mpjax._base.keywords import names_keywords
 from mpjax._base.shown import Shown, html_table, size, table
-from mpjax._base.tree import all_finite, distance, is_array, is_floating
+from mpjax._base.tree import all_finite, distance, is_array, is_floating, is_inexact
 from mpjax._policies.policy import get_policy, shown_name
 from mpjax._scaling.grad import get_loss_scale
 from mpjax._scaling.loss_scale import NoOpLossScale, StaticLossScale
@@ -115,7 +115,7 @@ def measure(
 
     Args:
       fun: a function of arrays. One that returns a floating scalar, alone or as the first of a
-        pair, is a loss: it is differentiated by its first argument.
+        pair, is a loss: it is differentiated by the arrays of its first argument.
       policies: whatever `get_policy` takes; the others are set beside the first.
       budget: seconds for all of it. What is not compiled by then is left out, and said.
       track: shows progress over the policies.
@@ -204,6 +204,27 @@ def split(args: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], Any
     return [x for t, x in zip(is_traced, leaves, strict=True) if t], joined
 
 
+def of_numbers(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[[Any], Any], Any]:
+    """Returns `fun(*args)` as a function of the numbers of its first argument, and these numbers.
+
+    The numbers are that argument with None for all that has no gradient: integers, and what a
+    module of Equinox holds beside its arrays.
+    """
+    first, *rest = args
+    numbers = jax.tree.map(lambda x: x if is_array(x) and is_inexact(x) else None, first)
+
+    @functools.wraps(fun, updated=())
+    def of_these(numbers: Any) -> Any:
+        filled = jax.tree.map(lambda n, x: x if n is None else n, numbers, first, is_leaf=_is_none)
+        return fun(filled, *rest)
+
+    return of_these, numbers
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
 class _Subject:
     """A function with its arguments: whether it is a loss, and its exact results."""
 
@@ -238,11 +259,10 @@ class _Subject:
 
         def differentiated(arrays: Any, scale: Any) -> tuple[Any, Any]:
             loss_scale = NoOpLossScale() if scale is None else StaticLossScale(scale)
-            options: Any = {"has_aux": self.has_aux, "allow_int": True, "loss_scale": loss_scale}
-            run = value_and_grad(fun, **options)
-            value, grads = run(*self.joined(arrays))
-            grads = [g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0]
-            return (value[0] if self.has_aux else value), grads
+            options: Any = {"has_aux": self.has_aux, "loss_scale": loss_scale}
+            of_these, numbers = of_numbers(fun, self.joined(arrays))
+            value, grads = value_and_grad(of_these, **options)(numbers)
+            return (value[0] if self.has_aux else value), jax.tree.leaves(grads)
 
         return differentiated
 

@@ -104,6 +104,53 @@ def test_a_method_of_an_object_in_the_file_is_named_with_a_dot(file):
         found(file, "model.valu")
 
 
+MODELS = """
+    import equinox as eqx
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    mlp = eqx.nn.MLP(16, 4, 32, 1, key=jax.random.key(1))
+    net = nnx.Sequential(nnx.Linear(16, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    dense, act = nn.Dense(4), jax.nn.relu
+
+    def made():
+        return mlp
+
+    def params():
+        return dense.init(jax.random.key(0), x)
+
+    def of_mlp(mlp, x):
+        return jnp.mean(jax.vmap(mlp)(x) ** 2)
+
+    def of_made(made, x):
+        return of_mlp(made, x)
+
+    def of_net(net, x):
+        return jnp.mean(net(x) ** 2)
+
+    def of_dense(params, dense, x, act):
+        return jnp.mean(act(dense.apply(params, x)) ** 2)
+"""
+
+
+@pytest.mark.usefixtures("short_samples")
+@pytest.mark.parametrize("function", ["of_mlp", "of_made", "of_net", "of_dense"])
+def test_models_of_libraries_are_arguments_and_their_arrays_are_differentiated(
+    function, tmp_path, capsys
+):
+    path = tmp_path / "users_models.py"
+    path.write_text(textwrap.dedent(MODELS))
+    words = ["doctor", f"{path}:{function}", "--policy", "bf16-mixed", "--json"]
+    assert main([*words, "--run", "--budget", "60"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["what"] == report["measured"]["what"] == "value and gradient"
+    f32, bf16 = report["measured"]["rows"]
+    assert f32["gradient_error"] < 2**-20 < bf16["gradient_error"] < 2**-4
+
+
 def row(policy, kept, temporaries=100, status="native"):
     return Measured(policy, status, kept, None, temporaries, 0.0)
 

@@ -2,12 +2,14 @@
 
 import time
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mpjax
+from mpjax._base.tree import distance
 from mpjax._doctor import measure
 
 RANDOM = np.random.default_rng(0)
@@ -62,6 +64,21 @@ def test_errors_are_those_of_the_gradients_that_autocast_gives():
     flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (low, full)]
     want = np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
     assert report.rows[1].gradient_error == pytest.approx(want, rel=1e-3)
+
+
+def test_of_a_module_with_functions_in_it_the_arrays_are_differentiated():
+    mlp = eqx.nn.MLP(16, 4, 8, 1, key=jax.random.key(0))
+
+    def loss(mlp, x):
+        return jnp.mean(jax.vmap(mlp)(x) ** 2)
+
+    report = mpjax.measure(loss, ["32-true", "bf16-mixed"], budget=60)(mlp, X)
+    grads = eqx.filter_jit(eqx.filter_grad(mpjax.autocast(loss, "bf16-mixed")))(mlp, X)
+    with jax.default_matmul_precision("highest"):
+        full = eqx.filter_jit(eqx.filter_grad(loss))(mlp, X)
+    low, exact = ([np.asarray(g) for g in jax.tree.leaves(tree)] for tree in (grads, full))
+    off, whole = distance(low, exact)
+    assert report.rows[1].gradient_error == pytest.approx(off / whole, rel=1e-3)
 
 
 def test_with_64_bits_on_errors_are_against_float64():
