@@ -70,7 +70,7 @@ from mpjax._scaling.optim_state import (
 from mpjax._scaling.owned import without_owner
 from mpjax._scaling.skip import select_like, update_where
 from mpjax._scaling.slips import as_scaled_by
-from mpjax._scaling.transformation import check_transformation, is_transformation
+from mpjax._scaling.transformation import check_leaves, check_transformation, is_transformation
 from mpjax._training.adopt import adopt_state
 from mpjax._training.diverged import raise_if_diverged
 from mpjax._training.inputs import refuse_not_finite
@@ -153,7 +153,8 @@ def with_loss_scale(
       among them is taken as scaled, `value` and `value_fn` as true.
 
     Raises:
-      TypeError: `inner` is no optax transformation, or `loss_scale` no loss scale.
+      TypeError: `inner` is no optax transformation, `loss_scale` no loss scale, or, in `init`, a
+        parameter no array.
       ValueError: `max_consecutive_skips` is less than 1; in `init`, a parameter is inf or NaN, or
         `inner` holds a loss scale already; in `update`, the gradients' tree is not
         the parameters', or the state is of another transformation.
@@ -204,6 +205,7 @@ class _LossScaled:
         self._axis_name = axis_name
 
     def init(self, params: PyTree) -> PyTree:
+        check_leaves(params, "with_loss_scale.init", "tx.init({})")
         refuse_not_finite(params, "with_loss_scale.init")
         inner_state = self.inner.init(_without_overwritten(params))
         if find_states(inner_state):

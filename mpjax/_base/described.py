@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import jax
+
 from mpjax._base.dtypes import describe
+from mpjax._base.errors import message
 from mpjax._base.tree import is_array
 
 # By the names of classes: neither Flax nor Equinox is to be imported for a message.
@@ -36,3 +39,11 @@ def library_kind(x: Any) -> str | None:
             if cls.__name__ == name and cls.__module__.startswith(module):
                 return kind
     return None
+
+
+def check_is_array(x: Any, name: str, where: str, fix: str) -> None:
+    """Raises TypeError for a leaf that is neither an array, nor of shape alone, nor a number."""
+    if is_array(x) or isinstance(x, (int, float, complex, jax.ShapeDtypeStruct)):
+        return
+    got = f"{name} is {described(x)}, which is no array."
+    raise TypeError(message(where, got, "Allowed: floating arrays.", fix)) from None

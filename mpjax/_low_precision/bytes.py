@@ -16,7 +16,7 @@ from mpjax._base.keywords import names_keywords
 from mpjax._base.shown import Shown, html_table
 from mpjax._base.typing import DTypeSpec, PyTree
 from mpjax._low_precision.codes import is_coded
-from mpjax._scaling.transformation import check_transformation, is_transformation
+from mpjax._scaling.transformation import check_leaves, check_transformation, is_transformation
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -68,7 +68,7 @@ def bytes_per_parameter(
       field of the state by its name, and 'rest' for state that is no tree like the parameters.
 
     Raises:
-      TypeError: `tx` is no optax transformation.
+      TypeError: `tx` is no optax transformation, or a parameter no array.
 
     Example:
       >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
@@ -89,6 +89,7 @@ def bytes_per_parameter(
         fix = "Swap them: mpjax.optim.bytes_per_parameter(tx, params)."
         raise TypeError(message("bytes_per_parameter", got, fix))
     check_transformation(tx, "bytes_per_parameter(tx)")
+    check_leaves(params, "bytes_per_parameter", "mpjax.optim.bytes_per_parameter(tx, {})")
     leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
     count = sum(math.prod(x.shape) for x in leaves)
     sizes: collections.Counter[str] = collections.Counter()

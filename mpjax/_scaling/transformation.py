@@ -1,12 +1,13 @@
-"""Checks that an argument is an optax transformation; the error says what to type instead."""
+"""Checks an optax transformation, and what it is given; the errors say what to type instead."""
 
 from typing import Any
 
 import jax
 import optax
 
-from mpjax._base.described import described, library_kind
+from mpjax._base.described import check_is_array, described, library_kind
 from mpjax._base.errors import message
+from mpjax._base.tree import path_str
 from mpjax._base.typing import PyTree
 
 
@@ -33,6 +34,20 @@ def check_transformation(tx: Any, where: str) -> None:
     elif library_kind(tx) == "an nnx.Optimizer":
         fix = "Give the transformation that it was made of: optimizer.tx."
     raise TypeError(message(where, got, "Allowed: what optax.adam(1e-3) and its kind return.", fix))
+
+
+def check_leaves(params: PyTree, where: str, call: str) -> None:
+    """Raises TypeError for parameters with leaves that no optimizer takes, such as functions.
+
+    Args:
+      params: the parameters.
+      where: the function that they were given to.
+      call: what a person types to give it others, as 'tx.init({})'.
+    """
+    fix = f"With Equinox: {call.format('eqx.filter(model, eqx.is_inexact_array)')}."
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "__jax_array__"):
+            check_is_array(leaf, f"parameter {path_str(path)!r}", where, fix)
 
 
 def state_in(tree: PyTree) -> Any:

@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._base.described import described, library_kind
+from mpjax._base.described import check_is_array, described, library_kind
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
 from mpjax._base.quantized_array import holds_quantized
@@ -96,13 +96,10 @@ def _check_leaf(name: str, leaf: Any, where: str, instead: str) -> None:
     if is_deleted(leaf):
         got = f"{name} has been deleted: a step that donates its state was given it."
         raise ValueError(message(where, got, "Start from a copy, or set donate=False there."))
-    is_number = isinstance(leaf, int)
-    if not (is_number or is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
-        got = f"{name} is {described(leaf)}, which is no array."
-        fix = "With Equinox: params, static = eqx.partition(model, eqx.is_inexact_array), and "
-        fix += "eqx.combine(params, static) in the loss."
-        raise TypeError(message(where, got, "Allowed: floating arrays.", fix)) from None
-    if is_number or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    fix = "With Equinox: params, static = eqx.partition(model, eqx.is_inexact_array), and "
+    fix += "eqx.combine(params, static) in the loss."
+    check_is_array(leaf, name, where, fix)
+    if isinstance(leaf, int) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
         got = f"{name} is {described(leaf)}, which has no gradient."
         raise TypeError(message(where, got, "Allowed: floating arrays.", instead)) from None
 

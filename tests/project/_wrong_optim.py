@@ -3,12 +3,13 @@
 import enum
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from _optimizers import OWNERS
-from _wrong_shared import NAN, PARAMS, POLICY, SGD, T, V, W, X, each, loss_fn, step, told
+from _wrong_shared import NAN, PARAMS, POLICY, SGD, T, V, W, X, each, loss_fn, step, told, wrap
 
 import mpjax
 from mpjax import optim
@@ -76,6 +77,10 @@ ROWS = {
         ),
         (lambda: optim.bytes_per_parameter(PARAMS, SGD), T,
             "bytes_per_parameter: got a dict as the optimizer | Swap | bytes_per_parameter(tx, pa"),
+        *told(lambda call: call(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))), T,
+            "{}: parameter 'activation' is the function relu, which is no array. | Allowed | eqx.fi"
+            "lter(model, eqx.is_inexact_array)).", (lambda m: wrap(ADAM).init(m), "scale.init"),
+            (lambda m: optim.bytes_per_parameter(ADAM, m), "bytes_per_parameter")),
         (lambda: optim.bytes_per_parameter(optax.adam, PARAMS), T,
             "bytes_per_parameter(tx): must be | Call it: optax.adam(1e-3)"),
         *told(lambda state: optim.apply_updates(state, HALF), T,
