@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax._base.donated import refuse_donated
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
 from mpjax._base.keywords import names_keywords
@@ -78,6 +79,7 @@ def full_params(params: PyTree, opt_state: PyTree) -> PyTree:
 
     Raises:
       TypeError: the state was given as the parameters.
+      ValueError: the state has been donated to a step.
 
     Dtypes:
       float16 and bfloat16 leaves become float32, the others stay.
@@ -94,6 +96,7 @@ def full_params(params: PyTree, opt_state: PyTree) -> PyTree:
       (Array(1, dtype=bfloat16), Array(1.0002441, dtype=float32))
     """
     _refuse_state(params, "full_params(params, opt_state)")
+    refuse_donated((params, opt_state), "full_params")
     known = _kept(opt_state)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     narrow = {path for path, p in leaves if is_array(p) and is_narrow_leaf(path, p)}

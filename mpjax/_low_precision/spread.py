@@ -6,6 +6,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from mpjax._base.donated import refuse_donated
 from mpjax._base.errors import message
 from mpjax._base.keywords import names_keywords
 from mpjax._base.shown import Shown, html_table
@@ -74,7 +75,7 @@ def moment_spread(opt_state: PyTree, params: PyTree | None = None) -> MomentSpre
       A `MomentSpread` with `rows` and `rules`, of all second moments in 8 bits.
 
     Raises:
-      ValueError: the state is traced.
+      ValueError: the state is traced, or has been donated to a step.
 
     Example:
       >>> tx = mpjax.optim.with_quantized_state(optax.adam(1e-3))
@@ -87,6 +88,7 @@ def moment_spread(opt_state: PyTree, params: PyTree | None = None) -> MomentSpre
       w           1e+05         99.6%
       Type rules={'w': 'bfloat16'}.
     """
+    refuse_donated(opt_state, "moment_spread")
     plain = gradient_params(params)
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(plain))
     known = dict(zip(paths, leaf_paths(plain), strict=True))

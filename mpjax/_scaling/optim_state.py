@@ -9,6 +9,7 @@ import jax
 import optax
 
 from mpjax._base.described import described
+from mpjax._base.donated import refuse_donated
 from mpjax._base.errors import message
 from mpjax._base.exported import exported
 from mpjax._base.keywords import names_keywords
@@ -64,7 +65,7 @@ def current_loss_scale(opt_state: PyTree) -> LossScale:
     Raises:
       ValueError: there is none, or there are several, or another transformation of a chain stands
         before it and would see scaled gradients, or `optax.MultiSteps` or one of its kind is around
-        it. The message says where.
+        it. The message says where. Or the state has been donated to a step.
 
     Example:
       >>> tx = optax.chain(mpjax.with_loss_scale(optax.sgd(0.1), mpjax.StaticLossScale(8)))
@@ -75,6 +76,7 @@ def current_loss_scale(opt_state: PyTree) -> LossScale:
     if len(states) == 1:
         refuse_before(opt_state, "current_loss_scale", is_optimizer=False)
         _refuse_around(opt_state, "current_loss_scale")
+        refuse_donated((states[0][1].loss_scale, states[0][1].adjustment), "current_loss_scale")
         return owned(unpack(states[0][1]))
     if not states:
         raise ValueError(no_scale_text(opt_state, "current_loss_scale"))

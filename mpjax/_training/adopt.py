@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._base.described import described
+from mpjax._base.donated import refuse_donated
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
 from mpjax._base.keywords import names_keywords
@@ -54,7 +55,7 @@ def adopt_state(
 
     Raises:
       ValueError: the optimizers differ in more than loss scale and dtypes; the message names
-        where first.
+        where first. Or the state has been donated to a step.
 
     Dtypes:
       Those of `tx.init(params)`: moments are cast.
@@ -75,6 +76,7 @@ def adopt_state(
         allowed = "Allowed, in this order: the optimizer, the state, the parameters."
         fix = "Type mpjax.optim.adopt_state(tx, opt_state, params)."
         raise TypeError(message("adopt_state", got, allowed, fix))
+    refuse_donated(opt_state, "adopt_state")
     return adopted(tx.init(params), opt_state, "adopt_state", params, full_params)
 
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from mpjax._base.averaged import step_without
 from mpjax._base.compat import axis_names, varying_axes
 from mpjax._base.described import MODULES, described
+from mpjax._base.donated import is_donated, refuse_donated
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
 from mpjax._base.tree import (
     check_axes,
     first_difference,
     is_array,
-    is_deleted,
     leaf_paths,
     path_str,
 )
@@ -307,16 +307,13 @@ def checked_call(call: Any, state: PyTree, batch: PyTree) -> Any:
         _refuse_other_leaves({"extra state": state.extra_state, "batch": batch})
         raise
     except (RuntimeError, ValueError) as error:
-        if "deleted" not in str(error) or not any(map(is_deleted, jax.tree.leaves(state))):
+        if "deleted" not in str(error) or not is_donated(state):
             raise
         if jax.config.jax_debug_nans:
             got = "jax.debug_nans found a NaN, and cannot run a step again that donates its state."
             fix = "Without it, type step.diagnose(state, batch, metrics); or set donate=False."
             raise ValueError(message("train step", got, fix)) from None
-        got = "the state that it was given has been donated to an earlier step, and is gone."
-        allowed = "Allowed: the state that the last step returned."
-        fix = "Type state, metrics = step(state, batch); to keep old ones: donate=False."
-        raise ValueError(message("train step", got, allowed, fix)) from None
+        refuse_donated(state, "train step")
 
 
 def _refuse_other_leaves(trees: Mapping[str, PyTree]) -> None:
@@ -342,6 +339,7 @@ def fields_of(state: Any) -> dict[str, Any]:
 
     Raises:
       TypeError: it has no `params`, `opt_state` and `step`.
+      ValueError: it has been donated to a step.
     """
     names = ("step", "params", "opt_state", "extra_state", "amax_history")
     fields = {}
@@ -352,6 +350,7 @@ def fields_of(state: Any) -> dict[str, Any]:
             fields[name] = getattr(state, name)
     missing = [name for name in names[:3] if name not in fields]
     if not missing:
+        refuse_donated(fields, "step.adopt")
         return fields
     got = f"got {described(state)}, which has no {', '.join(missing)}."
     allowed = "Allowed: a TrainState of mpjax or Flax, or a restored mapping with these names."

@@ -6,6 +6,7 @@ import jax
 import jax.core
 import numpy as np
 
+from mpjax._base.donated import refuse_donated
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import NonFiniteError, message, warn
 from mpjax._base.keywords import names_keywords
@@ -41,7 +42,8 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
 
     Raises:
       NonFiniteError: `max_consecutive_skips` steps in a row were skipped.
-      ValueError: the state is traced, or holds neither a loss scale nor moments in 8 bits.
+      ValueError: the state is traced, or has been donated to a step, or holds neither a loss scale
+        nor moments in 8 bits.
 
     Warns:
       PolicyWarning: gradients within a block of a moment in 8 bits are 1000 times apart, and more.
@@ -56,6 +58,7 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
         First bad leaf: 'w', f32[2].
         Lower the learning rate, or look for what overflows: ...
     """
+    refuse_donated(opt_state, "raise_if_diverged")
     states = find_states(opt_state)
     if not states and not _has_codes(opt_state):
         raise ValueError(_nothing_text(opt_state, params))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._base.compat import has_values
+from mpjax._base.donated import refuse_donated
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
 from mpjax._base.exported import exported
@@ -53,7 +54,7 @@ class TrainState(NamedTuple):
             devices, of the one that it replaces.
 
         Raises:
-          ValueError: the trees or their shapes differ.
+          ValueError: the trees or their shapes differ, or the state has been donated to a step.
 
         Example:
           >>> tx = mpjax.optim.with_master_weights(optax.sgd(0.1))
@@ -63,6 +64,7 @@ class TrainState(NamedTuple):
           (Array(5, dtype=bfloat16), Array(5.01, dtype=float32))
         """
         where = "state.with_params"
+        refuse_donated(self, where)
         if jax.tree.structure(params) != jax.tree.structure(self.params):
             pair = ("the parameters of the state", self.params), ("those that were given", params)
             fix = "Give all of them, as step.init(params) was given them."

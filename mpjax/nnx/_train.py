@@ -18,7 +18,7 @@ from mpjax._base.typing import AxisName, PolicySpec, PyTree
 from mpjax._scaling.loss_scale import LossScale
 from mpjax._training.checks import pair
 from mpjax._training.summary import describe_step
-from mpjax.nnx._checks import state_of_step
+from mpjax.nnx._checks import state_of_step, variables_of
 from mpjax.numerics import Report
 from mpjax.numerics._clock import Progress
 from mpjax.train import Metrics, TrainState, TrainStep
@@ -92,13 +92,13 @@ class NNXTrainStep:
 
     def merge(self, state: TrainState) -> nnx.Module:
         """Returns a model with the variables of `state`, to evaluate or to save."""
-        state = state_of_step(state, "step.merge(state)")
-        return nnx.merge(self._graphdef, state.params, state.extra_state, copy=True)
+        variables = variables_of(state, "step.merge(state)")
+        return nnx.merge(self._graphdef, *variables, copy=True)
 
     def update(self, model: nnx.Module, state: TrainState) -> None:
         """Gives `model` the variables of `state`, copied, in place."""
-        state = state_of_step(state, "step.update(model, state)", "second")
-        nnx.update(model, *jax.tree.map(lambda x: x.copy(), (state.params, state.extra_state)))
+        variables = variables_of(state, "step.update(model, state)", "second")
+        nnx.update(model, *jax.tree.map(lambda x: x.copy(), variables))
 
     def loss_of_variables(self, params: PyTree, rest: PyTree, batch: PyTree) -> Any:
         """Returns the loss as a function of arrays, and the variables that the model changed."""

@@ -77,6 +77,14 @@ def donated():
     return made(state, X)
 
 
+def gone(made):
+    """Returns a state whose arrays a step took."""
+    state = first_state(made)
+    for array in jax.tree.leaves(state):
+        array.delete()
+    return state
+
+
 def traced_from(tx, change):
     made = step(tx=tx)
     return made.lower(change(made.init(PARAMS)), X)
@@ -296,6 +304,19 @@ ROWS = {
         (lambda: step()(X, step().init(PARAMS)), T, "first argument | step.init(params)"),
         (lambda: step()(flax_state(), X), T, "got a TrainState | step.init(params)"),
         (donated, V, "donated | Allowed | state, metrics = step(state, batch) | donate=False"),
+        *told(lambda use: use(gone(step())), V,
+            "{}: the state | donated | Allowed | state, metrics = step(state, | donate=False",
+            *((use, where) for where, use in (
+                ("step.adopt", lambda state: step().adopt(state)),
+                ("state.with_params", lambda state: state.with_params(PARAMS)),
+                ("raise_if_diverged", mpjax.raise_if_diverged),
+                ("current_loss_scale", mpjax.current_loss_scale),
+                ("full_params", lambda state: mpjax.optim.full_params(state.params, state)),
+                ("moment_spread", mpjax.optim.moment_spread),
+                ("adopt_state", lambda s: mpjax.optim.adopt_state(wrap(), s.opt_state, PARAMS))))),
+        *told(lambda use: use(nnx_step()), V, "step.{}( | donated | Allowed | donate=False",
+            (lambda made: made.merge(gone(made)), "merge"),
+            (lambda made: made.update(model(), gone(made)), "update")),
         (other_state, V, "another optimizer | step.init(params)"),
         (lambda: traced_from(ADAM, lambda s: s._replace(params={"w": jnp.ones((2, 3))})), V,
             "do not fit the optimizer's state: 'inner_state/0/mu/w' is f32[2,2], and that of these "
