@@ -25,7 +25,7 @@ from mpjax._scaling.transformation import state_in
 
 _GO_ON = (
     "Nothing bad was applied. Mended, go on with "
-    "opt_state = optax.tree.set(opt_state, diverged=jnp.array(False))."
+    "{0} = optax.tree.set({0}, diverged=jnp.array(False))."
 )
 
 
@@ -37,8 +37,9 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
     It also warns where moments in 8 bits are too coarse for a parameter, see `moment_spread`.
 
     Args:
-      opt_state: an optimizer state, or any pytree with one inside.
-      params: the parameters, for the path, shape and dtype of the first bad leaf.
+      opt_state: an optimizer state, or any pytree with one inside, such as a `TrainState`.
+      params: the parameters, for the path, shape and dtype of the first bad leaf; None for those
+        of a `TrainState`.
 
     Raises:
       NonFiniteError: `max_consecutive_skips` steps in a row were skipped.
@@ -59,6 +60,9 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
         Lower the learning rate, or look for what overflows: ...
     """
     refuse_donated(opt_state, "raise_if_diverged")
+    is_whole = hasattr(opt_state, "opt_state") and hasattr(opt_state, "params")
+    if is_whole and params is None:
+        params = opt_state.params
     states = find_states(opt_state)
     if not states and not _has_codes(opt_state):
         raise ValueError(_nothing_text(opt_state, params))
@@ -69,7 +73,8 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
             raise ValueError(message("raise_if_diverged", got, fix))
         where = np.flatnonzero(np.asarray(state.diverged))
         if len(where):
-            raise NonFiniteError(_diverged_text(_member(state, int(where[0])), params))
+            go_on = _GO_ON.format("state" if is_whole else "opt_state")
+            raise NonFiniteError(_diverged_text(_member(state, int(where[0])), params, go_on))
     text = spread_text(opt_state, params, "raise_if_diverged")
     if text is not None:
         warn(text)
@@ -98,7 +103,7 @@ def _member(state: LossScaleState, index: int) -> dict[str, Any]:
     return {**member, "leaf_finite": flags.reshape(members, -1)[index]}
 
 
-def _diverged_text(state: dict[str, Any], params: PyTree | None) -> str:
+def _diverged_text(state: dict[str, Any], params: PyTree | None, go_on: str) -> str:
     skips = int(state["consecutive_skips"])
     words = "1 step in a row was skipped" if skips == 1 else f"{skips} steps in a row were skipped"
     if not skips:
@@ -109,7 +114,7 @@ def _diverged_text(state: dict[str, Any], params: PyTree | None) -> str:
     if not len(bad):
         fix = "The loss itself was inf or NaN, and every gradient finite: a max, a where or a clip "
         fix += "hides it from them. step.diagnose(state, batch, metrics) names what made it."
-        return message("with_loss_scale", got, "First bad leaf: none.", fix, _GO_ON)
+        return message("with_loss_scale", got, "First bad leaf: none.", fix, go_on)
     leaf = _leaf_text(int(bad[0]), len(flags), params)
     more = f" ({len(bad)} of {len(flags)} leaves are bad)" if len(bad) > 1 else ""
     fix = (
@@ -117,7 +122,7 @@ def _diverged_text(state: dict[str, Any], params: PyTree | None) -> str:
     )
     fix += "names it. Try policy 'bf16-mixed', or keep that layer in float32 with a PolicyMap."
     page = "More in the documentation, 'Where did it go wrong?'."
-    return message("with_loss_scale", got, f"First bad leaf: {leaf}{more}.", fix, _GO_ON, page)
+    return message("with_loss_scale", got, f"First bad leaf: {leaf}{more}.", fix, go_on, page)
 
 
 def _leaf_text(index: int, count: int, params: PyTree | None) -> str:

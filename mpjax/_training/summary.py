@@ -59,7 +59,7 @@ def describe_state(state: Any) -> str:
         place = f" at {path!r}" if path else ""
         lines.append(f"  {'loss scale':12}{text}; {skips}, {row}{place}")
         if _value(scaling.diverged) == "True":
-            lines.append("  diverged: mpjax.raise_if_diverged(state.opt_state, state.params)")
+            lines.append("  diverged: mpjax.raise_if_diverged(state)")
     return "\n".join(lines)
 
 

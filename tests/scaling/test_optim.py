@@ -170,6 +170,20 @@ def test_law_11_error_names_the_first_bad_leaf():
         mpjax.raise_if_diverged(state)
 
 
+def test_law_11_of_a_whole_state_the_leaf_is_named_and_what_to_type_to_go_on():
+    step = mpjax.make_train_step(
+        lambda params, x: jnp.sum(params["layer"]["w"]) * x, optax.sgd(0.1), max_consecutive_skips=1
+    )
+    for leaf in ("w", "none"):
+        state, _ = step(step.init(PARAMS), jnp.array(jnp.nan))
+        if leaf == "none":
+            state = optax.tree.set(state, leaf_finite=jnp.ones(2, bool))
+        text = rf"(?s)First bad leaf: .*{leaf}.* state = optax\.tree\.set\(state, diverged="
+        with pytest.raises(mpjax.NonFiniteError, match=text):
+            mpjax.raise_if_diverged(state)
+        mpjax.raise_if_diverged(optax.tree.set(state, diverged=jnp.array(False)))
+
+
 def test_law_11_a_run_that_was_mended_goes_on_as_its_message_says():
     tx = mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=2)
     _, opt_state = train(tx, [grads_like(PARAMS, bad=jnp.nan)] * 2)
