@@ -8,6 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._autocast.arguments.stateful import modules
 from mpjax._base.described import check_is_array, described, library_kind
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
@@ -74,6 +75,9 @@ def refuse_undifferentiable(args: Iterable[PyTree], where: str, *, allow_int: bo
             got = "got weights in 8 bits, which cannot be trained."
             fix = "Differentiate mpjax.dequantize(params), and mpjax.quantize what was trained."
             raise TypeError(message(where, got, fix)) from None
+        if any(library_kind(x) == "an nnx.Module" for x in modules(arg)):
+            instead = "Type mpjax.nnx.value_and_grad(fun, loss_scale=...), or mpjax.nnx.grad: they "
+            instead += "differentiate a module's parameters alone, and keep what else it changes."
         for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
             has_gradient = allow_int and (isinstance(leaf, int) or is_array(leaf))
             is_one = is_deleted(leaf) or hasattr(leaf, "__jax_array__")

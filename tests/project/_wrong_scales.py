@@ -24,6 +24,7 @@ from _wrong_shared import (
     told,
     wrap,
 )
+from flax import nnx
 
 import mpjax
 import mpjax.nnx
@@ -39,6 +40,7 @@ OVERWRITTEN = {"_overwrite_with_gradient": {"amax": jnp.ones(2)}}
 
 
 MLP = eqx.nn.MLP(2, 2, 2, 1, key=KEY)
+DROPOUT = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
 WEIGHTS, INT8 = {"w": jnp.ones((64, 64))}, "int8_from_mixed_bfloat16"
 
 
@@ -85,6 +87,9 @@ ROWS = {
         (lambda: VG(loss_fn, POLICY, loss_scale=None), T, "got the policy 'bf16-mixed' as the "),
         *told(lambda made: made(lambda p: 0.0, loss_scale=8.0)(MLP), T,
             "(<lambda>): leaf 'activation' is the function relu, which is no | eqx.partition(model",
+            (VG, ""), (mpjax.grad, "")),
+        *told(lambda made: made(lambda m: 0.0, loss_scale=8.0)(DROPOUT), T,
+            "'rngs/count/value' is u32[], which has no gradient. | Type mpjax.nnx.value_and_grad(f",
             (VG, ""), (mpjax.grad, "")),
         (lambda: VG(lambda p: 0.0, loss_scale=8.0)(PARAMS | {"n": np.arange(3)}), T,
             "leaf 'n' is i64[3], which has no gradient. | another argument, or type allow_int"),
