@@ -17,6 +17,7 @@ from mpjax._base.tree import (
     check_axes,
     first_difference,
     is_array,
+    is_inexact,
     leaf_paths,
     path_str,
 )
@@ -387,8 +388,22 @@ def split_outputs(
         out, aux = pair(out, f"({loss}, aux)")
     if weighted:
         out, weight = pair(out, "(loss, weight), as weighted=True says")
+        _refuse_weight_first(out, weight)
         weight = _checked_weight(weight).astype(FLOAT32)
     return out, (weight, extra_state, aux)
+
+
+def _refuse_weight_first(loss: Any, weight: Any) -> None:
+    """Raises TypeError where a count stands in the place of the loss, and a loss in that of it."""
+    if _is_number(loss) and not is_inexact(loss) and _is_number(weight) and is_inexact(weight):
+        got = f"got {describe(loss)} as the loss, and {describe(weight)} as its weight."
+        allowed = "Allowed: the mean loss first, then the weight, such as the number of examples."
+        fix = "Swap them: return loss, weight."
+        raise TypeError(message("make_train_step(weighted=True)", got, allowed, fix))
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) or (is_array(x) and not x.shape)
 
 
 def _checked_weight(weight: Any) -> Any:

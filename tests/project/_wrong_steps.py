@@ -329,6 +329,8 @@ ROWS = {
         (lambda: traced(step(lambda p, b: None)), T, "floating scalar | Reduce it"),
         (lambda: traced(step(lambda p, b: (loss_fn(p, b), 1))), T, "( | has_aux=True"),
         (lambda: traced(step(weighted=True)), T, "(loss, weight) | weighted=True"),
+        (lambda: traced(step(lambda p, x: (jnp.sum(x > 0), loss_fn(p, x)), weighted=True)), T,
+            "(weighted=True): got i32[] as the loss, and f32[] as its weight. | Swap | return"),
         (lambda: traced(step(with_state, has_aux=True), PARAMS, {"m": X}), T,
             "(new_extra_state, aux) | has_aux="),
         (lambda: traced(step(changed(lambda e: {"n": e["m"]})), PARAMS, {"m": X}), V,
