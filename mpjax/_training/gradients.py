@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
+import numpy as np
 
 from mpjax._autocast.api import as_typed
 from mpjax._base.averaged import averaged_over
@@ -58,6 +59,8 @@ def asks_for_scale(fun: F) -> F:
         elif takes_policy and is_policy(second):
             got = f"got the policy {str(second)!r} as the second argument."
             typed = f"policy={str(second)!r}, {typed}"
+        elif len(args) > 1 and not _are_indices(second):
+            raise TypeError(_called_at_once(fun.__name__, second))
         if got:
             allowed = "Allowed: the scale of an optimizer in with_loss_scale, one of your own, or "
             allowed += "None for none."
@@ -66,6 +69,20 @@ def asks_for_scale(fun: F) -> F:
         return fun(*args, **kwargs)
 
     return wrapped  # type: ignore[return-value]  # of the same signature
+
+
+def _are_indices(x: Any) -> bool:
+    """Whether it may stand for positions of arguments."""
+    several = x if isinstance(x, (tuple, list, range)) else (x,)
+    return all(isinstance(one, (int, np.integer)) for one in several)
+
+
+def _called_at_once(name: str, second: Any) -> str:
+    """Returns the error text for the function's own arguments in the place of `argnums`."""
+    got = f"got {described(second)} as the second argument, argnums."
+    allowed = "Allowed there: the positions of arguments, such as 0 or (0, 1)."
+    fix = f"Type {name}(loss_fn, loss_scale=...)(params, batch): the function that it returns takes"
+    return message(name, got, allowed, f"{fix} them.")
 
 
 @overload
@@ -86,7 +103,7 @@ def value_and_grad(
     loss_scale: LossScale | float | None,
     **options: Unpack[_Options],
 ) -> Callable[P, tuple[R, PyTree]]: ...
-@names_keywords(GRADIENTS)
+@names_keywords(GRADIENTS, behind="(params, batch)")
 @asks_for_scale
 def value_and_grad(
     fun: Callable[..., Any],
@@ -220,7 +237,7 @@ def grad(
     loss_scale: LossScale | float | None,
     **options: Unpack[_Options],
 ) -> Callable[P, PyTree]: ...
-@names_keywords(GRADIENTS)
+@names_keywords(GRADIENTS, behind="(params, batch)")
 @asks_for_scale
 def grad(
     fun: Callable[..., Any],

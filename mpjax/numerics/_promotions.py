@@ -94,7 +94,7 @@ class Promotions(Shown):
         return [*blocks, f"in libraries, by their own choice: {len(self.library)}, as {places}"]
 
 
-@names_keywords()
+@names_keywords(where="numerics.find_promotions", behind="(params, batch)")
 def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
     """Returns a function that lists the lines that widen a 16-bit value by accident.
 

@@ -138,6 +138,8 @@ ROWS = {
             (lambda r: r.xyz, "'xyz'. | It has .function, .policy, .loss_scale")),
         (lambda: step().diagnose(step().init(PARAMS), X, progress="no"), T,
             "step.diagnose(progress): got 'no'."),
+        (lambda: numerics.find_promotions(loss_fn, PARAMS, X), T,
+            "numerics.find_promotions: | got 3 arguments. | numerics.find_promotions(fun)(params"),
         (lambda: numerics.find_promotions({"w": 1}), T,
             "find_promotions: the first | find_promotions(fun)"),
         (gone, V, "lost_updates: 'params/scale', f32 | was donated"),

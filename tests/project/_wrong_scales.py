@@ -40,6 +40,8 @@ OVERWRITTEN = {"_overwrite_with_gradient": {"amax": jnp.ones(2)}}
 
 
 MLP = eqx.nn.MLP(2, 2, 2, 1, key=KEY)
+GRADIENTS = (VG, mpjax.grad, mpjax.nnx.value_and_grad, mpjax.nnx.grad)
+NAMES = ("value_and_grad", "grad") * 2
 DROPOUT = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
 WEIGHTS, INT8 = {"w": jnp.ones((64, 64))}, "int8_from_mixed_bfloat16"
 
@@ -77,13 +79,19 @@ ROWS = {
             "False | Allowed | current_loss_scale(opt_state)"),
         *each(lambda made: made(loss_fn), T,  # who wants none says None
             ": loss_scale= is missing. | None for none. | (loss_fn, loss_scale=mpjax.current_loss",
-            VG, mpjax.grad, mpjax.nnx.value_and_grad, mpjax.nnx.grad),
+            *GRADIENTS),
         (lambda: mpjax.nnx.grad(loss_fn, 8.0), T,
             "grad: got 8.0 as the second argument. | Type grad(loss_fn, loss_scale=8.0)."),
         *told(lambda v: VG(loss_fn, v), T, "value_and_grad: got {}",
             ("16-mixed", "the policy '16-mixed' as the second | (loss_fn, policy='16-mixed', lo"),
             (DLS(), "a DynamicLossScale as the second argument. | (loss_fn, loss_scale=it)."),
             (8.0, "8.0 as the second argument. | (loss_fn, loss_scale=8.0).")),
+        *told(lambda made: made(loss_fn, PARAMS, X, loss_scale=None), T,
+            "{}: got a dict as the second argument, argnums. | Allowed | Type {}(loss_fn, loss_"
+            "scale=...)(params, batch): the function",
+            *((made, name) for made, name in zip(GRADIENTS, NAMES, strict=True))),
+        (lambda: VG(loss_fn, PARAMS), T, "got a dict as the second argument | (params, batch): t"),
+        (lambda: VG(loss_fn, PARAMS, X, X, loss_scale=None), T, "4 arguments. | (params, batch):"),
         (lambda: VG(loss_fn, POLICY, loss_scale=None), T, "got the policy 'bf16-mixed' as the "),
         *told(lambda made: made(lambda p: 0.0, loss_scale=8.0)(MLP), T,
             "(<lambda>): leaf 'activation' is the function relu, which is no | eqx.partition(model",
