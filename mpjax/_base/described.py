@@ -15,6 +15,8 @@ _KINDS = (
     ("flax.linen", "Module", "a linen module that is not initialised"),
     ("flax.training.train_state", "TrainState", "a Flax TrainState"),
     ("mpjax.train", "TrainState", "a whole state"),
+    ("mpjax.train", "TrainStep", "a train step"),
+    ("mpjax.nnx", "NNXTrainStep", "a train step"),
 )
 
 MODULES = frozenset(kind for _, name, kind in _KINDS if name == "Module")
@@ -33,7 +35,7 @@ def described(x: Any) -> str:
 
 
 def library_kind(x: Any) -> str | None:
-    """Returns what a model, state or optimizer of Flax is, None for anything else."""
+    """Returns what a model, state or optimizer of Flax is, or ours; None for anything else."""
     for cls in type(x).__mro__:
         for module, name, kind in _KINDS:
             if cls.__name__ == name and cls.__module__.startswith(module):

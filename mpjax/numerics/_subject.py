@@ -11,6 +11,7 @@ import jax
 
 from mpjax._autocast.api import as_typed
 from mpjax._autocast.arguments.nnx_names import name_modules
+from mpjax._base.described import library_kind
 from mpjax._base.errors import message
 from mpjax._base.tree import is_floating
 from mpjax._policies.parts import default_of
@@ -50,6 +51,7 @@ def of_loss(
       ValueError: the policy scales by amax histories.
     """
     check_function(loss_fn, where, "loss_fn, policy")
+    _refuse_step(loss_fn, where)
     policy = get_policy(policy)
     _check_place(policy, loss_fn, where)
     scale = get_loss_scale(policy) if loss_scale is None else as_loss_scale(loss_scale, where)
@@ -60,6 +62,15 @@ def of_loss(
 
     parameters = argument_names(loss_fn, 1)[0]
     return Subject(name_of(loss_fn), policy, make, scaled, where, parameters), scale
+
+
+def _refuse_step(loss_fn: Any, where: str) -> None:
+    if library_kind(loss_fn) == "a train step":
+        allowed = "Allowed: its loss function, loss_fn(params, *batch) -> loss."
+        fix = f"Type {where}(loss_fn, policy)(params, batch)."
+        if where == "numerics.diagnose":
+            fix = "Type step.diagnose(state, batch, metrics)."
+        raise TypeError(message(where, "got a train step.", allowed, fix))
 
 
 def _check_place(policy: Any, loss_fn: Callable[..., Any], where: str) -> None:

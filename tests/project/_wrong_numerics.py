@@ -5,9 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _wrong_shared import PARAMS, POLICY, A, T, V, X, each, loss_fn, step, told
+from _wrong_shared import PARAMS, POLICY, SGD, A, T, V, X, each, loss_fn, model, step, told
 
 import mpjax
+import mpjax.nnx
 from mpjax import numerics, testing
 
 DELAYED = mpjax.QuantizedPolicy("bf16-mixed", mpjax.DelayedScaling(amax_history_len=2))
@@ -112,6 +113,14 @@ ROWS = {
         (lambda: numerics.diagnose(lambda w: jnp.sum(np.exp(w)), "float32")(jnp.ones(3)), T,
             "cannot be traced | jnp in place of np"),
         (lambda: numerics.diagnose(3, "float32"), T, "must be a function; got int"),
+        *(
+            row
+            for made in (step(), mpjax.nnx.make_train_step(model(), SGD, None, loss_fn))
+            for row in told(lambda see, made=made: see(made, POLICY), T, "{}",
+                (numerics.diagnose, "numerics.diagnose: got a train step. | Allowed | step.diagno"
+                    "se(state, batch, metrics)"),
+                (numerics.exponents, "got a train step. | numerics.exponents(loss_fn, policy)(par"))
+        ),
         *told(lambda args: numerics.diagnose(jnp.sum, "float32")(*args), T,
             "numerics.diagnose: got {} | the param", ((), "no arguments"),
             ((jnp.arange(3),), "a first argument without a float")),

@@ -54,7 +54,7 @@ def state_of(tx=None):
 ROWS = {
     "a step as a state": [
         (lambda: mpjax.current_loss_scale(mpjax.make_train_step(loss_fn, SGD)), V,
-            "got a TrainStep, which is no state | Allowed | state = step.init(params)"),
+            "got a train step, which is no state | Allowed | state = step.init(params)"),
     ],
     "value_and_grad": [
         (lambda: VG(loss_fn, loss_scale="auto"), T, "'auto' | Allowed | DynamicLossScale()"),
