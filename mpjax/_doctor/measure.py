@@ -7,7 +7,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +19,12 @@ from mpjax._base.errors import message
 from mpjax._base.keywords import names_keywords
 from mpjax._base.shown import Shown, html_table, size, table
 from mpjax._base.tree import all_finite, distance, is_array, is_floating, is_inexact
+from mpjax._policies.order import is_policy
 from mpjax._policies.policy import get_policy, shown_name
 from mpjax._scaling.grad import get_loss_scale
 from mpjax._scaling.loss_scale import NoOpLossScale, StaticLossScale
 from mpjax._training.gradients import value_and_grad
+from mpjax.numerics._program import check_function
 
 POLICIES = ("32-true", "bf16-mixed", "16-mixed")
 SAMPLES, LEAST_SAMPLES = 7, 3  # of each policy's time; fewer than the latter decide nothing
@@ -125,6 +127,7 @@ def measure(
       has `.rows`, `.taken`, `.advice` and `.to_dict()`.
 
     Raises:
+      TypeError: `fun` is no function.
       ValueError: no policy, an unknown one, or a budget of no time; `fun` fails in the first one.
 
     Dtypes:
@@ -144,7 +147,8 @@ def measure(
     References:
       autocast
     """
-    if not policies or isinstance(policies, str):
+    check_function(fun, "measure", "fun, policies")
+    if is_policy(policies) or not isinstance(policies, Iterable) or not policies:
         fix = "Give a sequence, e.g. mpjax.measure(fun, ['32-true', 'bf16-mixed'])."
         raise ValueError(message("measure", f"policies={policies!r} is no list of policies.", fix))
     if not budget > 0:

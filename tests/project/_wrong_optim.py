@@ -239,6 +239,10 @@ ROWS = {
     "measure": [
         (lambda: mpjax.measure(loss_fn, POLICY), V, "is no list of policies. | Give a seq"),
         (lambda: mpjax.measure(loss_fn, []), V, "is no list of policies"),
+        *each(lambda v: mpjax.measure(loss_fn, v), V, "policies={} is no list of policies. | Give",
+            mpjax.get_policy(POLICY), loss_fn, None),
+        *told(lambda v: mpjax.measure(v, loss_fn), T, "measure: the first argument must be a functi"
+            "on; got {}. | Type measure(fun, policies)(", ([POLICY], "list"), (POLICY, "str")),
         (lambda: mpjax.measure(loss_fn, ["bf16_mixd"]), V, "unknown policy 'bf16_mixd'"),
         (lambda: mpjax.measure(loss_fn, budget=0), V, "budget=0 leaves no time. | Give seconds"),
         (lambda: mpjax.measure(loss_fn)(PARAMS, jax.ShapeDtypeStruct((4, 2), jnp.float32)), V,
