@@ -30,6 +30,7 @@ from mpjax._base.foreign_keywords import AUTOCAST
 from mpjax._base.keywords import names_keywords
 from mpjax._base.typing import KnownPolicy
 from mpjax._base.typing import PolicySpec as Spec
+from mpjax._base.uncalled import SaysToCall
 from mpjax._jaxpr.op_rules import parse_rules
 from mpjax._policies.of_step import warn_of_other_step
 from mpjax._policies.parts import policies_in
@@ -331,7 +332,7 @@ def _check_algorithm(policy: scopes.Policies, algorithm: Any) -> None:
         )
 
 
-class full_precision(contextlib.ContextDecorator):
+class full_precision(contextlib.ContextDecorator, metaclass=SaysToCall):
     """A region in which autocast changes nothing: everything inside runs in float32.
 
     It is a context manager and a decorator. Outside autocast it does nothing.
@@ -350,6 +351,8 @@ class full_precision(contextlib.ContextDecorator):
       >>> float(fun(jnp.ones((1, 1)), jnp.full((1, 1), 1.001)).item()) > 1.0
       True
     """
+
+    _call = "full_precision()"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if args or kwargs:

@@ -7,10 +7,11 @@ from mpjax._base.errors import message, warn
 from mpjax._base.foreign_keywords import POLICIES_OF
 from mpjax._base.keywords import names_keywords
 from mpjax._base.typing import PolicySpec
+from mpjax._base.uncalled import SaysToCall
 from mpjax._policies.policy import chosen_policy, default
 
 
-class default_policy(ContextDecorator):
+class default_policy(ContextDecorator, metaclass=SaysToCall):
     """Makes `get_policy(None)` return `policy` inside a `with` block.
 
     JAX reads the default while it traces a function, and the default belongs to the key of JAX's
@@ -34,6 +35,7 @@ class default_policy(ContextDecorator):
       Keras, `set_dtype_policy`, which is process-wide
     """
 
+    _call = "default_policy('bf16-mixed')"
     _used = True  # an error in __init__ is no call without `with`
 
     @names_keywords(POLICIES_OF, "default_policy")
