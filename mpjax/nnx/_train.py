@@ -18,7 +18,7 @@ from mpjax._base.typing import AxisName, PolicySpec, PyTree
 from mpjax._scaling.loss_scale import LossScale
 from mpjax._training.checks import pair
 from mpjax._training.summary import describe_step
-from mpjax.nnx._checks import state_of_step, variables_of
+from mpjax.nnx._checks import check_model, check_variables, state_of_step, variables_of
 from mpjax.numerics import Report
 from mpjax.numerics._clock import Progress
 from mpjax.train import Metrics, TrainState, TrainStep
@@ -37,6 +37,7 @@ class NNXTrainStep:
         self._has_aux = has_aux
         self._graphdef, params, rest = nnx.split(model, wrt, ...)
         self.params: PyTree = params
+        self._rest: PyTree = rest
         if not jax.tree.leaves(params):
             got = f"the model has no variables of wrt={wrt!r}."
             fix = "Type wrt=nnx.Param, or the kind of variables that you train."
@@ -58,11 +59,12 @@ class NNXTrainStep:
           A `TrainState` of plain arrays: `params` are what `wrt` chose, `extra_state` all else
           (BatchNorm statistics, RNG streams, caches).
         """
-        if model is not None and not isinstance(model, nnx.Module):
-            got = f"got {described(model)} in place of a model."
-            fix = "Type step.init(), of the model that the step was made with, or step.init(model)."
-            raise TypeError(message("nnx step.init", got, fix))
-        _, params, rest = nnx.split(self._model if model is None else model, self._wrt, ...)
+        model = self._model if model is None else model
+        fix = "Type step.init(), of the model that the step was made with, or step.init(model)."
+        check_model(model, "nnx step.init", fix)
+        _, params, rest = nnx.split(model, self._wrt, ...)
+        known = self.params, self._rest
+        check_variables((params, rest), known, "nnx step.init", "the model of the step")
         return self.plain.init(nnx.as_pure(params), nnx.as_pure(rest), batch=batch)
 
     def adopt(self, state: Any, *, batch: PyTree = None) -> TrainState:
@@ -97,7 +99,11 @@ class NNXTrainStep:
 
     def update(self, model: nnx.Module, state: TrainState) -> None:
         """Gives `model` the variables of `state`, copied, in place."""
-        variables = variables_of(state, "step.update(model, state)", "second")
+        where = "step.update(model, state)"
+        variables = variables_of(state, where, "second")
+        check_model(model, where, "Type model = step.merge(state), for a model of its own.")
+        _, params, rest = nnx.split(model, self._wrt, ...)
+        check_variables((params, rest), variables, where, "the state")
         nnx.update(model, *jax.tree.map(lambda x: x.copy(), variables))
 
     def loss_of_variables(self, params: PyTree, rest: PyTree, batch: PyTree) -> Any:

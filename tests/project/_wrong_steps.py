@@ -42,6 +42,7 @@ import mpjax.train
 DLS = mpjax.DynamicLossScale
 GROWTH = ("growth_interval", "growth_factor", "backoff_factor")
 ADAM = optax.adam(0.1)
+RNGS = nnx.Rngs(0)
 SPARSE = sparse.BCOO.fromdense(jnp.eye(4))
 
 
@@ -438,6 +439,14 @@ ROWS = {
                 for name in ("__call__", "lower", "diagnose"))),
         (lambda: nnx_step()(PARAMS, X), T, "got a dict. | Make it with step.init(), and"),
         (lambda: nnx_step().update(model(), PARAMS), T, "step.update(model, state): the second"),
+        *told(lambda other: nnx_step().update(other, nnx_step().init()), V,
+            "step.update(model, state): | {} | Give a model of the form | step.merge(state) makes",
+            (nnx.Linear(3, 2, rngs=RNGS), "'kernel' is f32[3,2] in the given | f32[2,2] in the s"),
+            (nnx.Sequential(model()), "the parameters differ; 'bias' is only in the state.")),
+        (lambda: nnx_step().update({}, nnx_step().init()), T, "got a dict in | step.merge(state)"),
+        *told(lambda other: nnx_step().init(other), V, "nnx step.init: | {} | step.merge(state) ma",
+            (nnx.Linear(3, 2, rngs=RNGS), "f32[3,2] in the given model, and f32[2,2] in the model"),
+            (nnx.Sequential(model()), "the parameters differ; 'bias' is only in the model of the")),
         (lambda: mpjax.nnx.grad(lambda m, x: m(x) ** 2, loss_scale=2.0)(model(), X), T,
             "value_and_grad(<lambda>) | got f32[4,2]"),
         (lambda: mpjax.nnx.grad(loss_fn, loss_scale="2"), T, "value_and_grad(loss_scale)"),
