@@ -40,7 +40,7 @@ from mpjax._training.history import (
     history_of,
     next_history,
 )
-from mpjax._training.optimizers import check_supported
+from mpjax._training.optimizers import check_supported, naming_arguments
 from mpjax._training.options import StepOptions
 from mpjax._training.other_scale import warn_of_other_options
 from mpjax._training.placed import on_its_mesh
@@ -250,7 +250,10 @@ class TrainStep:
         # For line searches and the like; `update_with` leaves out those that `tx` does not take.
         value_fn = self._loss.of_params(loss_scale, state, batch)
         extra = {"value": loss, "grad": grads, "value_fn": value_fn}
-        updates, opt_state, applied = update_with(tx, grads, state.opt_state, state.params, extra)
+        with naming_arguments():
+            updates, opt_state, applied = update_with(
+                tx, grads, state.opt_state, state.params, extra
+            )
         finite = find_states(opt_state)[0][1].grads_finite
         if weight is not None:  # a mean of nothing is NaN: no overflow, that would lower the scale
             opt_state = select_like(weight != 0, opt_state, state.opt_state)

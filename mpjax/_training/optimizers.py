@@ -1,6 +1,8 @@
 """Refuses optimizers that a train step cannot run; the errors say what to type instead."""
 
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -32,6 +34,29 @@ def check_supported(tx_state: PyTree) -> None:
     around = wrapper_around(tx_state)
     if around is not None:
         raise ValueError(refusal(around, _WHERE))
+
+
+@contextlib.contextmanager
+def naming_arguments() -> Generator[None]:
+    """Says of an optimizer that asks for an argument that a step does not give it what to type."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        asked = _ASKS.search(str(error))
+        if asked is None:
+            raise
+        name = asked["missing"] or asked["needed"]
+        got = f"the optimizer asks for {name}=, which a step does not give: {error}"
+        allowed = "Allowed: optimizers that ask for value, grad and value_fn at most."
+        fix = "Write the step: loss, grads = mpjax.value_and_grad(loss_fn, loss_scale=...)(params, "
+        fix += f"batch), then tx.update(grads, opt_state, params, {name}=...)."
+        raise ValueError(message(_WHERE, got, allowed, fix)) from error
+
+
+_ASKS = re.compile(
+    r"missing \d+ required .*arguments?: '(?P<missing>\w+)'|(?P<needed>\w+) must be provided"
+)
+"""What Python says of an argument that is missing, and what optax does."""
 
 
 def _first(tree: PyTree, wanted: Callable[[Any], bool]) -> Any:

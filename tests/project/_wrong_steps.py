@@ -43,6 +43,9 @@ DLS = mpjax.DynamicLossScale
 GROWTH = ("growth_interval", "growth_factor", "backoff_factor")
 ADAM = optax.adam(0.1)
 RNGS = nnx.Rngs(0)
+ASKING = optax.GradientTransformationExtraArgs(
+    lambda params: optax.EmptyState(), lambda g, state, params=None, *, curvature, **_: (g, state)
+)
 SPARSE = sparse.BCOO.fromdense(jnp.eye(4))
 
 
@@ -329,6 +332,10 @@ ROWS = {
         (lambda: traced(step(per_row)), T, "per_row | floating scalar | f32[4] | Reduce it"),
         (lambda: traced(step(lambda p, b: None)), T, "floating scalar | Reduce it"),
         (lambda: traced(step(lambda p, b: (loss_fn(p, b), 1))), T, "( | has_aux=True"),
+        *told(lambda tx: traced(step(tx=tx)), V,
+            "make_train_step(tx): the optimizer asks for {}=, which | Write the step | {}=...).",
+            (optax.contrib.hutchinson_estimator_diag_hessian(), "obj_fn"), (ASKING, "curvature"),
+            (optax.chain(ASKING, SGD), "curvature")),
         (lambda: traced(step(weighted=True)), T, "(loss, weight) | weighted=True"),
         (lambda: traced(step(lambda p, x: (jnp.sum(x > 0), loss_fn(p, x)), weighted=True)), T,
             "(weighted=True): got i32[] as the loss, and f32[] as its weight. | Swap | return"),
