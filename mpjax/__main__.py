@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -165,12 +166,20 @@ def _names(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    report = examine(get_policy(args.policy), find_accelerator(args.device, "mpjax check"))
+    report = examine(_policy(args.policy), find_accelerator(args.device, "mpjax check"))
     if args.json:
         _print_json(report.to_dict())
     else:
         print(report)
     return {"slow": SLOW, "unsupported": FAILED}.get(report.status, OK)
+
+
+def _policy(name: str, option: str = "") -> Any:
+    """Returns the policy of a name; an error says what to type behind `option` in its place."""
+    try:
+        return get_policy(name)
+    except (ValueError, TypeError) as error:
+        raise type(error)(re.sub(r"get_policy\('(.*?)'\)", rf"{option}\1", str(error))) from None
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,6 +198,8 @@ def _doctor(args: argparse.Namespace) -> int:
         fix = "Leave out one of the two: what is not here is compiled for, and not run."
         raise ValueError(message("mpjax doctor", "--run measures this machine, not --device.", fix))
     row = find_accelerator(args.device, "mpjax doctor")
+    for name in args.policy or ():
+        _policy(name, "--policy ")
     policies = tuple(dict.fromkeys(("32-true", *args.policy))) if args.policy else doctor.POLICIES
     compiler, note = _compiler(row.key) if args.device else (None, "")
     diagnosis = doctor.diagnose(

@@ -188,8 +188,11 @@ def no_config(spec: Mapping[Any, Any]) -> str | None:
     return message("get_policy", got, accepted, fix)
 
 
-def unknown_policy(name: str, names: list[str]) -> str:
-    """Returns the error text for a name that is none of the policies' `names`."""
+def unknown_policy(name: str, names: Mapping[str, str]) -> str:
+    """Returns the error text for a name that is none of the policies' `names`.
+
+    Each stands for the name to type: 'bf16', which has two meanings, for 'bf16-mixed'.
+    """
     if folded(name) in ("tf32", "tensorfloat32", "tf32x3"):
         got = f"{name!r} is how float32 products are computed, and no dtype of a policy."
         fix = "Type mpjax.autocast(fun, '32-true', dot_precision='tf32')."
@@ -222,8 +225,9 @@ def unknown_policy(name: str, names: list[str]) -> str:
         "'p=f32,c=bf16,o=f32', or one dtype; `python -m mpjax names` lists all."
     )
     meant = POLICIES.get(folded(name)) or _by_words(name)
-    names = of_one_width(name, names)
-    close = [meant] if meant else nearest(folded(name), names, 1) or nearest(name, names, 1)
+    near = of_one_width(name, names)
+    close = nearest(folded(name), near, 1) or nearest(name, near, 1)
+    close = [meant] if meant else [names[each] for each in close]
     fix = f"Did you mean get_policy({close[0]!r})?" if close else "E.g. get_policy('bf16-mixed')."
     return message("get_policy", f"unknown policy {name!r}.", accepted, fix)
 

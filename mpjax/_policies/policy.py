@@ -376,7 +376,9 @@ def _parse(name: str) -> Policy:
         return Policy(name, name, name)
     dtype = _dtypes.existing_dtype(name)
     if dtype is None:
-        raise ValueError(unknown_policy(name, [row.name for row in POLICY_NAMES]))
+        names = {row.name: row.name for row in POLICY_NAMES}
+        names |= {word: mixed for word, (mixed, *_) in _AMBIGUOUS.items()}
+        raise ValueError(unknown_policy(name, names))
     return _from_object(dtype)  # a dtype that no policy can have: the error says why
 
 

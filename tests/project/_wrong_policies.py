@@ -32,6 +32,8 @@ import mpjax.nnx
 
 NEAR_MISSES = {
     "16mixed": "16-mixed')?",
+    "bf17": "bf16-mixed')?",
+    "fp17": "16-mixed')?",
     "fp16-mixed": "16-mixed')?",
     "no": "32-true')?",
     "O4": "bf16-mixed')?",

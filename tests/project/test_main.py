@@ -150,7 +150,9 @@ def test_check_without_a_device_asks_this_machine(capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["check", "bf16-mixd"], "Did you mean get_policy('bf16-mixed')?"),
+        (["check", "bf16-mixd"], "Did you mean bf16-mixed?"),
+        (["doctor", "a.py:f", "--policy", "bf17"], "Did you mean --policy bf16-mixed?"),
+        (["doctor", "a.py:f", "--policy", "zzz"], "E.g. --policy bf16-mixed."),
         (["check", "bf16"], "Type 'bf16-mixed'"),
         (["check", "int8"], "get_policy: int8 is no dtype to compute in."),
         (["check", "32-true", "--device", "h10"], "mpjax check: unknown device 'h10'."),
