@@ -15,7 +15,7 @@ from mpjax._low_precision.kahan import KahanState
 from mpjax._low_precision.master import MasterWeightsState, SplitWeightsState, joined
 from mpjax._low_precision.owner import is_narrow_leaf, owners
 from mpjax._low_precision.rounding import nearest
-from mpjax._scaling.transformation import state_in
+from mpjax._scaling.transformation import refuse_state
 
 KEEPING = (MasterWeightsState, SplitWeightsState, KahanState)
 """States that hold bits of the parameters themselves."""
@@ -45,7 +45,7 @@ def apply_updates(params: PyTree, updates: PyTree, opt_state: PyTree = None) -> 
       >>> mpjax.optim.apply_updates({"w": jnp.bfloat16(1)}, {"w": jnp.float32(0.5)})
       {'w': Array(1.5, dtype=bfloat16)}
     """
-    _refuse_state(params, "apply_updates(params, updates, opt_state)")
+    refuse_state(params, "apply_updates(params, updates, opt_state)")
     known = _kept(opt_state)
 
     def apply(path: KeyPath, p: Any, u: Any) -> Any:
@@ -95,7 +95,7 @@ def full_params(params: PyTree, opt_state: PyTree) -> PyTree:
       >>> params, mpjax.optim.full_params(params, state)
       (Array(1, dtype=bfloat16), Array(1.0002441, dtype=float32))
     """
-    _refuse_state(params, "full_params(params, opt_state)")
+    refuse_state(params, "full_params(params, opt_state)")
     refuse_donated((params, opt_state), "full_params")
     known = _kept(opt_state)
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -114,15 +114,6 @@ def full_params(params: PyTree, opt_state: PyTree) -> PyTree:
         return joined(p, kept) if kind is SplitWeightsState else to_full(p) + kept.astype(FLOAT32)
 
     return jax.tree_util.tree_map_with_path(full, params)
-
-
-def _refuse_state(params: PyTree, call: str) -> None:
-    """Refuses a state in the place of the parameters; `call` shows the right order."""
-    if (state := state_in(params)) is not None:
-        got = f"got a {type(state).__name__} in the place of the parameters."
-        allowed = "Allowed: the parameters, then the state."
-        fix = f"Swap them: mpjax.optim.{call}."
-        raise TypeError(message(call.partition("(")[0], got, allowed, fix))
 
 
 def _kept(opt_state: PyTree) -> dict[KeyPath, tuple[type[Any], Array]]:

@@ -15,6 +15,7 @@ from mpjax._base.typing import Array, KeyPath, PyTree
 from mpjax._low_precision.codes import SecondMoment, is_coded, shares
 from mpjax._low_precision.moments import with_classes
 from mpjax._scaling.optim_state import gradient_params
+from mpjax._scaling.transformation import refuse_state
 
 WIDE = 1e3
 """From this spread on, a single update can be 1.5 times Adam's and more."""
@@ -75,6 +76,7 @@ def moment_spread(opt_state: PyTree, params: PyTree | None = None) -> MomentSpre
       A `MomentSpread` with `rows` and `rules`, of all second moments in 8 bits.
 
     Raises:
+      TypeError: the state was given as the parameters.
       ValueError: the state is traced, or has been donated to a step.
 
     Example:
@@ -88,6 +90,7 @@ def moment_spread(opt_state: PyTree, params: PyTree | None = None) -> MomentSpre
       w           1e+05         99.6%
       Type rules={'w': 'bfloat16'}.
     """
+    refuse_state(params, "moment_spread(opt_state, params)")
     refuse_donated(opt_state, "moment_spread")
     plain = gradient_params(params)
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(plain))

@@ -55,6 +55,17 @@ def state_in(tree: PyTree) -> Any:
     return next(filter(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)), None)
 
 
+def refuse_state(params: PyTree, call: str) -> None:
+    """Refuses a state in the place of the parameters; `call` shows the right order."""
+    if (state := state_in(params)) is not None:
+        where, _, order = call.partition("(")
+        got = f"got a {type(state).__name__} in the place of the parameters."
+        first = "the parameters" if order.startswith("params") else "the state"
+        then = "the state" if order.startswith("params") else "the parameters"
+        fix = f"Swap them: mpjax.optim.{call}."
+        raise TypeError(message(where, got, f"Allowed: {first}, then {then}.", fix))
+
+
 def _is_state(x: Any) -> bool:
     kind = type(x)
     is_own = _is_of(kind, "optax") or _is_of(kind, "mpjax")

@@ -87,6 +87,10 @@ ROWS = {
             "apply_updates: got a {} in the place of the parameters | Swap | (params, updates, o",
             (owned_state(), "MasterWeightsState"),
             (optax.adam(0.1).init(HALF), "ScaleByAdamState")),
+        *told(lambda state: optim.moment_spread(HALF, state), T,
+            "moment_spread: got a {} in the place of the parameters. | the state, then the para"
+            "meters. | Swap | (opt_state, params)", (ADAM.init(HALF), "ScaleByAdamState"),
+            (optim.with_quantized_state(ADAM).init(HALF), "QuantizedState")),
         *told(lambda state: optim.full_params(state, HALF), T,
             "full_params: got a {} in the place of the parameters | Swap | (params, opt_state)",
             (owned_state(), "MasterWeightsState"), (optax.adam(0.1).init(HALF), "ScaleByAdamState"),
