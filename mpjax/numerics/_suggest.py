@@ -110,7 +110,8 @@ def suggest(
       loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument; it names its
         modules, as Flax's do, or `jax.named_scope`.
       policy: the policy of the modules that are not in float32, as 'bf16-mixed'.
-      tolerance: relative error of each gradient leaf against float32, in the L1 norm.
+      tolerance: relative error of each gradient leaf against float32, in the L1 norm, as a
+        fraction: 0.01 for one percent.
       reverse: find the modules of a float32 model that may go low. The map is then "float32" with
         rules for modules that take `policy`; operations without a name stay in float32.
       loss_scale: the loss scale for the gradients; None for the policy's own.
@@ -122,7 +123,7 @@ def suggest(
       A function of the arguments of `loss_fn` that returns a `Suggestion`.
 
     Raises:
-      ValueError: `policy` has nothing low; the tolerance is not positive, is below what float32
+      ValueError: `policy` has nothing low; the tolerance is no fraction, is below what float32
         itself reaches, or is missed with every named module in float32.
       TypeError: as `diagnose`.
 
@@ -225,8 +226,12 @@ def _low_policy(policy: Any) -> Policy:
 def _checked(tolerance: Any) -> float:
     number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
     least = float(jnp.finfo(FLOAT32).eps)
-    if number and math.isfinite(tolerance) and tolerance >= least:
+    if number and least <= tolerance < 1:
         return tolerance
+    if number and math.isfinite(tolerance) and tolerance >= 1:
+        got = f"must be a fraction below 1; got {tolerance!r}, which is {tolerance:.0%}."
+        fix = f"For {tolerance:g} percent of each gradient, type tolerance={tolerance / 100:g}."
+        raise ValueError(message(f"{_WHERE}(tolerance)", got, fix))
     got = f"must be a number of at least {least:.1e}, what float32 itself rounds; got "
     fix = "Type, for example, tolerance=0.01: one percent of each gradient."
     raise ValueError(message(f"{_WHERE}(tolerance)", f"{got}{tolerance!r}.", fix))

@@ -131,6 +131,9 @@ ROWS = {
         *each(lambda v: numerics.suggest(loss_fn, "bf16-mixed", tolerance=v), V,
             "at least 1.2e-07, what float32 itself rounds; got",
             *(0, -1.0, 1e-9, float("nan"), "1%", True, None)),
+        *told(lambda v: numerics.suggest(loss_fn, "bf16-mixed", tolerance=v), V,
+            "suggest(tolerance): must be a fraction below 1; got {}",
+            (5, "5, which is 500%. | For 5 percent | type tolerance=0.05."), (1.0, "1.0, wh")),
         (lambda: numerics.suggest(loss_fn, "bf16-mixed", tolerance=1e-6)(
             {"w": jnp.array([[0.3, 0.7], [1.1, -0.2]])}, X / 3), V,
             "all 0 named modules in float32 | named_scope"),
