@@ -57,8 +57,18 @@ def check_params(params: PyTree, where: str) -> None:
         raise TypeError(message(where, got, "Allowed: floating arrays.", fix))
     instead = "Put it into the extra state, step.init(params, extra_state), or into the batch."
     for path, leaf in leaves:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(_shape_text(path_str(path), leaf, where))
         if not is_overwritten(path):
             _check_leaf(f"parameter {path_str(path)!r}", leaf, where, instead)
+
+
+def _shape_text(path: str, leaf: Any, where: str) -> str:
+    given = "state" if where.endswith("adopt") else "params"
+    got = f"parameter {path!r} is the shape {describe(leaf)}, and no array."
+    fix = f"Type jax.eval_shape({where}, {given}), for a state of shapes alone; of an NNX model "
+    fix += "jax.eval_shape(lambda: step.init(make_model()))."
+    return message(where, got, "Allowed: floating arrays.", fix)
 
 
 def refuse_undifferentiable(args: Iterable[PyTree], where: str, *, allow_int: bool) -> None:
@@ -122,7 +132,10 @@ def refuse_not_finite(params: PyTree, where: str) -> None:
             counts = f"{np.isinf(values).sum()} inf, {np.isnan(values).sum()} nan"
             got = f"parameter {path!r} is not finite: {describe(leaf)}, {counts}."
             allowed = "Every step would be skipped, or its loss be NaN, whatever the loss scale."
-            fix = "Look at its initializer; what is a constant goes into the extra state."
+            fix = (
+                "Look at its initializer, or at the checkpoint that it is from; what is a constant "
+            )
+            fix += "goes into the extra state."
             raise ValueError(message(where, got, allowed, fix))
 
 

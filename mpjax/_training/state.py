@@ -16,6 +16,7 @@ from mpjax._base.public import public_in
 from mpjax._base.tree import first_difference, is_array, leaf_paths, strong
 from mpjax._base.typing import Array, PyTree
 from mpjax._low_precision.forms import reweighted
+from mpjax._training.inputs import refuse_not_finite
 from mpjax._training.summary import describe_state
 
 
@@ -54,7 +55,8 @@ class TrainState(NamedTuple):
             devices, of the one that it replaces.
 
         Raises:
-          ValueError: the trees or their shapes differ, or the state has been donated to a step.
+          ValueError: the trees or their shapes differ, a parameter is inf or NaN, or the state has
+            been donated to a step.
 
         Example:
           >>> tx = mpjax.optim.with_master_weights(optax.sgd(0.1))
@@ -76,6 +78,7 @@ class TrainState(NamedTuple):
                 fix = "Load parameters of this model, or start with step.init(params)."
                 raise ValueError(message(where, f"{got}{describe(old)}.", fix))
         chosen = jax.tree.map(lambda old, x: _placed(x, old, old.dtype), self.params, params)
+        refuse_not_finite(chosen, where)
         weights = jax.tree.map(lambda old, x: _placed(x, old, FLOAT32), self.params, params)
         opt_state = reweighted(self.opt_state, chosen, weights)
         return self._replace(params=chosen, opt_state=opt_state)

@@ -241,7 +241,8 @@ ROWS = {
         (lambda: step(axis_name=0), T, "axis_name | got 0 | axis_name='data'"),
         *told(lambda params: step().init(PARAMS).with_params(params), V, "state.with_params: | {}",
             ({"v": X}, "'w' is only in the parameters of the state. | Give all of them"),
-            ({"w": X}, "parameter 'w' is f32[4,2], and that of the state f32[2,2]. | step.init(p")),
+            ({"w": X}, "parameter 'w' is f32[4,2], and that of the state f32[2,2]. | step.init(p"),
+            ({"w": jnp.full((2, 2), jnp.nan)}, "'w' is not finite: f32[2,2], 0 inf, 4 nan")),
         (lambda: step().init(PARAMS).replace(params=PARAMS), A, "Here it is .with_params(params)"),
         (lambda: step(loss_scale="dynamic"), T,
             "make_train_step(loss_scale): got 'dynamic'. | Allowed | DynamicLossScale()"),
@@ -295,6 +296,10 @@ ROWS = {
             for init in (step().init, wrap().init)
             for bad, counts in ((jnp.nan, "0 inf, 2 nan"), (jnp.inf, "2 inf, 0 nan"))
         ),
+        *told(lambda call: call(jax.eval_shape(lambda: PARAMS)), T,
+            "step.{}: parameter 'w' is the shape f32[2,2], and | Type jax.eval_shape(step.{}, ",
+            (step().init, "init"),
+            (lambda shapes: step().adopt(step().init(PARAMS)._replace(params=shapes)), "adopt")),
         (lambda: step().init(deleted()), V, "'w' has been deleted | donate=False"),
         (lambda: step(jax.checkpoint(mpjax.autocast(loss_fn, POLICY))).init(PARAMS, {"m": X}), T,
             "loss_fn(params, batch) | cannot take | without it | extra_state"),
