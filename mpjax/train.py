@@ -26,6 +26,7 @@ from mpjax._scaling.loss_scale import LossScale
 from mpjax._scaling.skip import select_like
 from mpjax._training.adopt import adopted, params_to_adopt
 from mpjax._training.checks import (
+    check_alike,
     check_arguments,
     check_extra_state,
     check_own,
@@ -255,6 +256,7 @@ class TrainStep:
                 tx, grads, state.opt_state, state.params, extra
             )
         finite = find_states(opt_state)[0][1].grads_finite
+        check_alike(finite, loss, state.params, self._options.axis_name)
         if weight is not None:  # a mean of nothing is NaN: no overflow, that would lower the scale
             opt_state = select_like(weight != 0, opt_state, state.opt_state)
         new_state = TrainState(
@@ -356,7 +358,9 @@ def make_train_step(
       ValueError: `accumulate` is less than 1 or does not divide the batch, or leaves of the batch
         differ in the size of the axis that is split; `rounding` is no name
         of one, or `tx` owns the rounding already; `watch` is less than 1; `weighted`, and the loss
-        and its weight are returned in the other order.
+        and its weight are returned in the other order; in a `shard_map` that splits the batch,
+        `axis_name` is missing (types tell it, with `check_vma`); `tx` asks for an argument of its
+        own.
       TypeError: the loss is no floating scalar, or `loss_fn` does not return what it should.
 
     Warns:

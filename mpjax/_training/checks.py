@@ -21,7 +21,7 @@ from mpjax._base.tree import (
     leaf_paths,
     path_str,
 )
-from mpjax._base.typing import AxisName, PyTree
+from mpjax._base.typing import Array, AxisName, PyTree
 from mpjax._base.users_line import NEEDS_VALUES, users_line
 from mpjax._policies.order import is_policy
 from mpjax._policies.policy import Policy
@@ -117,6 +117,32 @@ def check_whole(params: PyTree, axis_name: AxisName) -> None:
             allowed += "or an axis over which only the batch is split."
             where = "make_train_step(axis_name)"
             raise ValueError(message(where, got, allowed, step_without(parts[0])))
+
+
+def check_alike(finite: Array, loss: Array, params: PyTree, axis_name: AxisName) -> None:
+    """Refuses a step without `axis_name` on devices with the same parameters and other batches.
+
+    JAX would refuse the results, and advise check_vma=False: then each device trains other weights.
+
+    Args:
+      finite: whether the step is taken; another value on each device if nobody joined them.
+      loss, params: those of the step.
+      axis_name: the step's.
+    """
+    of_params = frozenset[object]().union(
+        *map(varying_axes, filter(is_array, jax.tree.leaves(params)))
+    )
+    apart = (varying_axes(finite) & varying_axes(loss)) - of_params
+    if axis_name is None and apart:
+        names = sorted(apart, key=str)
+        name = repr(tuple(names) if len(names) > 1 else names[0])
+        got = f"each device of {name} has a loss of its own, and all have the same parameters: a "
+        got += "step without axis_name does not average their gradients."
+        allowed = "Allowed: axis_name=, or a loss that is the same on all devices: "
+        allowed += f"jax.lax.pmean(loss, {name})."
+        fix = f"Type make_train_step(loss_fn, tx, policy, axis_name={name}). With check_vma=False "
+        fix += "in its place each device would train other weights."
+        raise ValueError(message("make_train_step(axis_name)", got, allowed, fix))
 
 
 def check_start(

@@ -104,6 +104,42 @@ def test_law_15_a_loss_that_is_a_mean_already_gives_the_same_step(kind, accumula
     chex.assert_trees_all_close(*states, rtol=2**-19)
 
 
+@pytest.mark.no_leak_check("pytest.raises keeps the frame that holds the tracer")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_without_the_axis_over_which_its_batch_is_split_names_it(accumulate, devices):
+    step = make_step(accumulate=accumulate)
+    mapped = over_shards(step, mesh(devices), P(), P("data"))
+    with pytest.raises(ValueError, match=r"(?s)'data' has a loss of its own.*axis_name='data'\)"):
+        mapped(step.init(PARAMS), batch_of())
+
+
+@pytest.mark.parametrize("kind", ["loss", "optimizer", "parameters", "unchecked", "vmap"])
+def test_a_step_without_an_axis_runs_where_devices_agree_or_have_weights_of_their_own(
+    kind, devices
+):
+    def loss(params, batch):
+        return jax.lax.pmean(loss_fn(params, batch), "data")
+
+    tx = optax.sgd(0.125)
+    if kind == "optimizer":
+        tx = mpjax.with_loss_scale(tx, axis_name="data")
+    step = mpjax.make_train_step(loss if kind == "loss" else loss_fn, tx, donate=False)
+
+    def taken(state, batch):
+        if kind == "parameters":
+            params = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), state.params)
+            state = state._replace(params=params)
+        state, metrics = step(state, batch)
+        return jax.lax.pmin(metrics["grads_finite"].astype(jnp.int32), "data")
+
+    if kind == "vmap":
+        split = jax.tree.map(lambda x: x.reshape(SHARDS, -1, *x.shape[1:]), batch_of())
+        assert jax.vmap(taken, (None, 0), axis_name="data")(step.init(PARAMS), split).all()
+        return
+    specs = {"check_vma": kind != "unchecked"}
+    assert over_shards(taken, mesh(devices), P(), P("data"), **specs)(step.init(PARAMS), batch_of())
+
+
 def test_a_first_state_on_the_mesh_compiles_once(devices):
     step, _ = under("shard_map checked", make_step(axis_name="data"), devices)
     run = jax.jit(step)
