@@ -86,7 +86,7 @@ def test_a_loss_scale_that_is_too_high_is_named_with_the_one_that_fits():
     assert not metrics["grads_finite"]
     report = step.diagnose(state, batch(), metrics)
     first = report.first[0]
-    assert (first.module, first.phase, first.dtype) == ("down", "backward", "f16")
+    assert (first.module, first.phase) == ("down", "backward")
     assert report.loss_scale == 2.0**24  # the scale of the skipped step, not of the state
     assert report.cause.kind == "loss_scale"
     fitting = report.cause.loss_scale

@@ -81,13 +81,22 @@ class Numbering:
         self._constants: set[int] = set()
         self._uniform: set[int] = set()  # one number, or copies of it
         self._empty: set[int] = set()  # zeros, or what JAX leaves in place of a branch's values
+        self._inputs: set[int] = set()
         self._turned_back: dict[tuple[str, int], int] = {}  # what a loop's rows are of
         self._moved: dict[int, dict[Any, int]] = {}  # what it was moved from, by shape
         self._placed: dict[int, tuple[bool, list[int]]] = {}  # whether it was cut out, and where
 
     def walk(self, decided: Decided) -> None:
         """Numbers the values of a whole program."""
-        self._plan(decided, [self._fresh() for _ in decided.jaxpr.jaxpr.invars])
+        inputs = [self._fresh() for _ in decided.jaxpr.jaxpr.invars]
+        self._inputs = {v.number for v in inputs}
+        self._plan(decided, inputs)
+
+    def is_given(self, number: int) -> bool:
+        """Whether a value is an input of the whole program, or a row of one."""
+        while ("rows", number) in self._turned_back:
+            number = self._turned_back["rows", number]
+        return number in self._inputs
 
     def reads(self) -> list[dict[Any, int]]:
         """Returns how the variables are read that have one value, where several have."""

@@ -11,7 +11,9 @@ that one reader must not read rounded is not rounded for the readers of its copi
 A program may write the same forward pass twice, as PPO does for the old policy and the new one,
 and subtract one from the other: `log p - log p_old` is 0 at first. A cut through one of the two
 stores, and so rounds, a value that the other one's kernels never store. So what such a difference
-or ratio is made of is not rounded in either, but for the operands of products.
+or ratio is made of is not rounded in either, but for the operands of products. Nor is it where the
+same layers compute it of almost the same, as in the inverse of a reversible network: `b - f(a)` of
+`b = b0 + f(a)` has another name than `b0`.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ def _of_copies(decided: Decided, numbering: Numbering) -> set[tuple[Any, int]]:
     copies = {n: visits for n, visits in equal.items() if len(visits) > 1}
     if not copies:
         return set()
-    return _alike(numbering) or _one_dtype(copies) | _unrounded_between(decided, copies)
+    if alike := _alike(numbering):
+        return alike
+    apart = _one_dtype(copies) | _unrounded_between(decided, copies)
+    return apart | _of_one_layer(numbering)
 
 
 def _may_repeat(decided: Decided) -> bool:
@@ -132,6 +137,24 @@ def _unrounded_between(decided: Decided, copies: dict[int, list[Visit]]) -> set[
     numbering = Numbering(frozenset(forward))
     numbering.walk(decided)
     return {(v, read_flags.AGAIN) for v in numbering.meeting}
+
+
+def _of_one_layer(numbering: Numbering) -> set[tuple[Any, int]]:
+    """Returns the flags by which a layer is computed alike in all places, if copies meet in one."""
+    layers: dict[Hashable, list[Visit]] = {}
+    for visit in filter(_is_forward, numbering.visits):
+        shapes = [v.aval.shape for v in visit.decision.eqn.invars[:2]]
+        for place, number in enumerate(visit.operands):
+            if numbering.is_given(number):
+                layers.setdefault((place, number, *shapes), []).append(visit)
+    asked_for: set[tuple[Any, int]] = set()
+    for visits in layers.values():
+        if any(visit.read & read_flags.AGAIN for visit in visits):
+            is_kept = any(visit.decision.action is not Action.PRODUCT for visit in visits)
+            flags = read_flags.AGAIN | (read_flags.CANCELS if is_kept else 0)
+            apart = (visit for visit in visits if flags & ~visit.read)
+            asked_for.update((visit.decision.eqn.outvars[0], flags) for visit in apart)
+    return asked_for
 
 
 def _is_forward(visit: Visit) -> bool:

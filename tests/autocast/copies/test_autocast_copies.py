@@ -230,3 +230,58 @@ def test_explain_says_that_the_same_is_computed_again():
     assert {row.reason for row in rows if row.operation == "tanh"} >= {
         "the same is computed again elsewhere, and the two may cancel"
     }
+
+
+def _block(p, x):
+    return jax.nn.gelu(jax.nn.standardize(x) @ p["up"]) @ p["down"]
+
+
+def _add(p, x, by):
+    return x + _block(p, by)
+
+
+def _take_off(p, x, by):
+    return x - _block(p, by)
+
+
+def _scale(p, x, by):
+    scale, shift = jnp.split(_block(p, by) @ p["split"], 2, -1)
+    return x * jnp.exp(jnp.tanh(scale)) + shift
+
+
+def _unscale(p, x, by):
+    scale, shift = jnp.split(_block(p, by) @ p["split"], 2, -1)
+    return (x - shift) * jnp.exp(-jnp.tanh(scale))
+
+
+COUPLINGS = {"additive": (_add, _take_off), "affine": (_scale, _unscale)}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_law_of_layers_an_inverse_undoes_a_reversible_network(coupling, policy):
+    def layer(seed):
+        made = ((16, 32), (32, 16), (16, 32))
+        draws = [np.random.default_rng((seed, i)).normal(size=s) for i, s in enumerate(made)]
+        scaled = [np.float32(w / w.shape[0] ** 0.5) for w in draws]
+        return dict(zip(("up", "down", "split"), scaled, strict=True))
+
+    forth, back = COUPLINGS[coupling]
+    a, b = np.random.default_rng(9).normal(size=(2, 8, 16)).astype(np.float32)
+
+    def there_and_back(cut):
+        def run(layers, a, b):
+            for p, q in layers:
+                a = cut(forth)(p, a, b)
+                b = cut(forth)(q, b, a)
+            for p, q in layers[::-1]:
+                b = cut(back)(q, b, a)
+                a = cut(back)(p, a, b)
+            return a, b
+
+        return run
+
+    layers = [(layer(2 * i), layer(2 * i + 1)) for i in range(4)]
+    for cut in (lambda fun: fun, jax.jit, jax.checkpoint):
+        got = jax.jit(mpjax.autocast(there_and_back(cut), policy))(layers, a, b)
+        np.testing.assert_allclose(got, (a, b), atol=1e-4)
