@@ -25,7 +25,7 @@ class Term(NamedTuple):
     is_product: bool
     is_power: bool = False  # squared, or the root of it, on the way to where it is added
     is_summed: bool = False  # a product or a sum was taken of it, as by the second of two blurs
-    is_gram: bool = False  # a product of a value with itself: `a @ a.T`
+    is_gram: bool = False  # of a value with itself: a product `a @ a.T`, or a sum of squares
 
 
 Terms: TypeAlias = frozenset[Term]
@@ -97,9 +97,11 @@ def _cancel(a: Term, b: Term) -> bool:
     # What else a product is over weights it: `w` in `E[x y]`. But `x y - x` does not cancel.
     if a.is_product and b.is_product:
         return within and (around or not a.is_summed)
-    if a.is_summed:  # as by batches: `|a|²` and `|b|²` are over values of `2ab`
+    if not a.is_summed:
+        return within or around
+    if (b if a.is_product else a).is_gram:  # as by batches: `|a|²` and `|b|²`, of values of `2ab`
         return within if b.is_product else around
-    return within or around
+    return within and around
 
 
 def _is_gram_beside(gram: Term, other: Term) -> bool:
@@ -107,7 +109,9 @@ def _is_gram_beside(gram: Term, other: Term) -> bool:
 
     As in `mean(a @ a.T) + mean(b @ b.T) - 2 * mean(a @ b.T)`, the square of a difference of means.
     """
-    if not gram.is_gram or other.is_gram or gram.is_power or gram.is_summed != other.is_summed:
+    if not (gram.is_gram and gram.is_product) or other.is_gram or gram.is_power:
+        return False
+    if gram.is_summed != other.is_summed:
         return False
     return made_of.among(gram.roots, other.roots)
 

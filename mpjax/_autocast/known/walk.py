@@ -302,7 +302,8 @@ class _Walk:
         return Fact(flags, roots=self.root(), terms=terms.few(below | {term}))
 
     def total(self, of: Fact, flags: int) -> Fact:
-        fact = self.summed(terms.Term(of.roots, self.number(), is_product=False), flags, [of])
+        term = terms.Term(of.roots, self.number(), is_product=False, is_gram=of.factors > 1)
+        fact = self.summed(term, flags, [of])
         diagonals = terms.diagonals(of.terms, self.number)
         return fact._replace(terms=fact.terms | diagonals) if diagonals else fact
 
