@@ -9,6 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mpjax._base.dtypes import short_name
+from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax._policies.policy import get_policy
 from mpjax.numerics._advice import Compared, other_policies
 from mpjax.numerics._follow import Followed
@@ -76,8 +78,12 @@ def decide(
         )
         return _beyond(first, dtype, _magnitude(plan, read, number), subject, fix)
     if again.finite_in_float32():
-        # Float32 is finite: an operand was rounded, as 1 - 1e-4 to 1.
         operand = again.operand(number)
+        largest, narrow = _largest_operand(plan, read, number), _narrowest(plan)
+        if first.operation in PRODUCTS and narrow and largest > float(jnp.finfo(narrow).max):
+            fix = other_policies([first], subject, again.compared)
+            return _beyond(first, narrow, largest, subject, fix)
+        # Float32 is finite: an operand was rounded, as 1 - 1e-4 to 1.
         return _rounding(first, None if operand is None else rows[operand], subject, again)
     return _out_of_range(first) if first.operation == "gather" else _in_float32_too(first, again)
 
@@ -207,11 +213,27 @@ def _magnitude(plan: RunPlan, read: TwinRun, number: int) -> float:
     return float(read.values[known[0]][AMAX])
 
 
+def _largest_operand(plan: RunPlan, read: TwinRun, number: int) -> float:
+    """Returns the largest magnitude that an operation reads, which a product rounds itself."""
+    node = next(n for n, r in plan.row_of.items() if r == number)
+    rows = (plan.row_of.get(n) for n in plan.reads[node])
+    return max((float(read.values[r][AMAX]) for r in rows if r is not None), default=0.0)
+
+
+def _narrowest(plan: RunPlan) -> Any:
+    """Returns the dtype of 16 bits with the least range that a program has, None if it has none."""
+    return min(
+        (site.dtype for site in plan.sites if jnp.dtype(site.dtype).itemsize == 2),
+        key=lambda dtype: float(jnp.finfo(dtype).max),
+        default=None,
+    )
+
+
 def _beyond(row: Row, dtype: Any, magnitude: float, subject: Subject, fix: str) -> Cause:
     limit = float(jnp.finfo(dtype).max)
     size = f" ({magnitude:.3g})" if magnitude > limit else ""
     what = "a gradient" if row.phase == BACKWARD else "a value"
-    text = f"{what}{size} passes {limit:g}, the largest {row.dtype}, in {_place(row)}."
+    text = f"{what}{size} passes {limit:g}, the largest {short_name(dtype)}, in {_place(row)}."
     if row.phase == BACKWARD:
         text += " A loss scale of 1 is too high as well." if subject.scaled else ""
     kind = "gradient_range" if row.phase == BACKWARD else "range"
