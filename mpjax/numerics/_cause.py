@@ -78,12 +78,11 @@ def decide(
         )
         return _beyond(first, dtype, _magnitude(plan, read, number), subject, fix)
     if again.finite_in_float32():
-        operand = again.operand(number)
         largest, narrow = _largest_operand(plan, read, number), _narrowest(plan)
         if first.operation in PRODUCTS and narrow and largest > float(jnp.finfo(narrow).max):
             fix = other_policies([first], subject, again.compared)
             return _beyond(first, narrow, largest, subject, fix)
-        # Float32 is finite: an operand was rounded, as 1 - 1e-4 to 1.
+        operand = again.operand(number)
         return _rounding(first, None if operand is None else rows[operand], subject, again)
     return _out_of_range(first) if first.operation == "gather" else _in_float32_too(first, again)
 
@@ -248,6 +247,7 @@ def _leave_out(row: Row) -> str:
 
 
 def _rounding(row: Row, operand: Row | None, subject: Subject, again: Again) -> Cause:
+    # Float32 is finite: an operand was rounded, as 1 - 1e-4 to 1.
     text = f"{_place(row)} makes {_what(row)} of finite operands; in float32 it does not: "
     text += "an operand was rounded, as a probability to 1 or a small number to 0."
     made_by = [operand] if operand and operand.phase == row.phase else []
