@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from mpjax._base.errors import message
 from mpjax._base.foreign_errors import attributes_of
-from mpjax._base.tree import is_array, is_overwritten, select_tree
+from mpjax._base.tree import is_array_or_shape, is_overwritten, select_tree
 from mpjax._base.typing import PolicySpec, PyTree
 from mpjax._flax.linen_modules import Setting, journal, policied
 from mpjax._flax.module_dtypes import AS_WRITTEN, ModuleRow, ModuleTable, as_checked_policy, row_of
@@ -184,7 +184,7 @@ def tabulate(
 def _abstract_init(model: nn.Module, args: Any, kwargs: Any, *, rngs: Any, method: Any) -> Any:
     """Returns the variables that `init` would make, as shapes; only arrays are traced."""
     leaves, structure = jax.tree.flatten((args, kwargs))
-    is_traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    is_traced = [is_array_or_shape(x) for x in leaves]
 
     def init(rngs: Any, arrays: list[Any]) -> Any:
         values = iter(arrays)

@@ -37,6 +37,11 @@ def is_array(x: object) -> TypeGuard[Array]:
     return isinstance(x, (jax.Array, *_NUMPY))
 
 
+def is_array_or_shape(x: object) -> TypeGuard[Any]:
+    """Whether `x` is an array to JAX, or a `jax.ShapeDtypeStruct`, the shape of one."""
+    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
 def is_floating(x: Any) -> bool:
     """Whether `x` is an array of real floating numbers."""
     return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
@@ -68,7 +73,7 @@ def is_castable(x: Any) -> bool:
     Integers, booleans, PRNG keys, complex values, 8-bit floats, Python scalars (weakly typed:
     they adopt the dtype of what they meet) and everything that is no array are left alone.
     """
-    return (is_array(x) or isinstance(x, jax.ShapeDtypeStruct)) and x.dtype in _CASTABLE
+    return is_array_or_shape(x) and x.dtype in _CASTABLE
 
 
 def path_str(path: KeyPath) -> str:

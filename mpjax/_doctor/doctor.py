@@ -17,7 +17,7 @@ from mpjax._autocast.why.explanation import Explanation
 from mpjax._base.described import MODULES, described
 from mpjax._base.dtypes import short_name
 from mpjax._base.errors import message, nearest
-from mpjax._base.tree import is_array, leaf_paths
+from mpjax._base.tree import is_array, is_array_or_shape, leaf_paths
 from mpjax._base.users_line import users_line
 from mpjax._doctor.measure import POLICIES, of_numbers, split
 from mpjax._doctor.user_file import WHERE, first_line, load
@@ -252,8 +252,7 @@ class _NoArrayError(TypeError):
 
 
 def _is_floating(x: Any) -> bool:
-    known = is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
-    return known and jnp.issubdtype(x.dtype, jnp.floating)
+    return is_array_or_shape(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _on_arrays(fun: Callable[..., Any], args: list[Any], transform: Callable[..., Any]) -> Any:

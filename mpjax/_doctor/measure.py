@@ -18,7 +18,14 @@ from mpjax._autocast import autocast
 from mpjax._base.errors import message
 from mpjax._base.keywords import names_keywords
 from mpjax._base.shown import Shown, html_table, size, table
-from mpjax._base.tree import all_finite, distance, is_array, is_floating, is_inexact
+from mpjax._base.tree import (
+    all_finite,
+    distance,
+    is_array,
+    is_array_or_shape,
+    is_floating,
+    is_inexact,
+)
 from mpjax._policies.order import is_policy
 from mpjax._policies.policy import get_policy, shown_name
 from mpjax._scaling.grad import get_loss_scale
@@ -198,7 +205,7 @@ def _measured(
 def split(args: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Returns the arrays (or shapes) among the leaves, and a function that puts others there."""
     leaves, structure = jax.tree.flatten(tuple(args))
-    is_traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    is_traced = [is_array_or_shape(x) for x in leaves]
 
     def joined(arrays: Sequence[Any]) -> Any:
         values = iter(arrays)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax._base.errors import message
-from mpjax._base.tree import is_array
+from mpjax._base.tree import is_array_or_shape
 from mpjax._flax.module_dtypes import (
     FIELDS,
     NO_DTYPE,
@@ -187,7 +187,7 @@ def parameters_of(module: Any) -> list[Any]:
     """Returns the arrays, or shapes, of the parameters that a module holds itself."""
     own = [x for x in vars(module).values() if isinstance(x, nnx.Param)]
     leaves = [x for variable in own for x in jax.tree.leaves(variable.get_value())]
-    return [x for x in leaves if is_array(x) or isinstance(x, jax.ShapeDtypeStruct)]
+    return [x for x in leaves if is_array_or_shape(x)]
 
 
 def _is_flax(module: Any) -> bool:

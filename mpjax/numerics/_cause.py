@@ -204,8 +204,7 @@ def _scale_too_high(row: Row, dtype: Any, scale: float, fitting: float) -> Cause
 
 def _magnitude(plan: RunPlan, read: TwinRun, number: int) -> float:
     """Returns the magnitude of a value before it was rounded, 0 if that is not known."""
-    node = next(n for n, r in plan.row_of.items() if r == number)
-    rows = [plan.row_of.get(n) for n in plan.reads[node]]
+    rows = _rows_read(plan, number)
     known = [r for r in rows if r is not None and not is_narrow(plan.sites[r].dtype)]
     if len(known) != 1 or len(rows) != 1 or read.values[known[0]][INF] + read.values[known[0]][NAN]:
         return 0.0
@@ -214,9 +213,14 @@ def _magnitude(plan: RunPlan, read: TwinRun, number: int) -> float:
 
 def _largest_operand(plan: RunPlan, read: TwinRun, number: int) -> float:
     """Returns the largest magnitude that an operation reads, which a product rounds itself."""
+    rows = (r for r in _rows_read(plan, number) if r is not None)
+    return max((float(read.values[r][AMAX]) for r in rows), default=0.0)
+
+
+def _rows_read(plan: RunPlan, number: int) -> list[int | None]:
+    """Returns the row of each value that an operation reads, None for one that has none."""
     node = next(n for n, r in plan.row_of.items() if r == number)
-    rows = (plan.row_of.get(n) for n in plan.reads[node])
-    return max((float(read.values[r][AMAX]) for r in rows if r is not None), default=0.0)
+    return [plan.row_of.get(n) for n in plan.reads[node]]
 
 
 def _narrowest(plan: RunPlan) -> Any:

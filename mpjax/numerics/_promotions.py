@@ -13,7 +13,7 @@ from mpjax._base import compat
 from mpjax._base.dtypes import short_name
 from mpjax._base.keywords import names_keywords
 from mpjax._base.shown import Shown, Table
-from mpjax._base.tree import is_array, jax_dtype
+from mpjax._base.tree import is_array_or_shape, jax_dtype
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax.numerics import _names
@@ -132,7 +132,7 @@ def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
 
     def run(*args: Any) -> Promotions:
         leaves, treedef = jax.tree.flatten(args)
-        places = [i for i, leaf in enumerate(leaves) if _is_typed(leaf)]
+        places = [i for i, leaf in enumerate(leaves) if is_array_or_shape(leaf)]
 
         def flat(*arrays: Any) -> Any:
             full = list(leaves)
@@ -153,10 +153,6 @@ def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
         return Promotions(name, own, tuple(row for row in rows if row.library))
 
     return run
-
-
-def _is_typed(x: Any) -> bool:
-    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _argument(path: str) -> str:

@@ -14,15 +14,10 @@ def is_of_products(eqn: Eqn, facts: Facts) -> bool:
 
     As `b @ w - a @ w` is, which is as the difference of two rows of one product; or `x - blur(x)`.
     """
-    name = eqn.primitive.name
-    if name not in traits.SHIFTS or scopes.is_transposed(eqn):
-        return False
-    first, second = (of_atom(v, facts) for v in eqn.invars)
-    if not may_subtract(name, first, second):
-        return False
-    return terms.over_one(first.terms, second.terms) or any(
+    pairs = _subtracted(eqn, facts)
+    return any(terms.over_one(a.terms, b.terms) for a, b in pairs[:1]) or any(
         terms.over_one(a.terms, [terms.Term(b.roots, -1, is_product=True)])
-        for a, b in ((first, second), (second, first))
+        for a, b in pairs
         if not b.flags & CONSTANT
     )
 
@@ -32,14 +27,17 @@ def data_taken_off(eqn: Eqn, facts: Facts) -> Fact | None:
 
     They may be what an earlier call made of the same: `logp(w, x) - old`, which PPO exponentiates.
     """
+    pairs = _subtracted(eqn, facts)
+    return next((b for a, b in pairs if a.flags & PRODUCT and is_data(b)), None)
+
+
+def _subtracted(eqn: Eqn, facts: Facts) -> list[tuple[Fact, Fact]]:
+    """Returns the two values of a difference that its author wrote, in both orders, or nothing."""
     name = eqn.primitive.name
     if name not in traits.SHIFTS or scopes.is_transposed(eqn):
-        return None
+        return []
     first, second = (of_atom(v, facts) for v in eqn.invars)
-    if not may_subtract(name, first, second):
-        return None
-    pairs = ((first, second), (second, first))
-    return next((b for a, b in pairs if a.flags & PRODUCT and is_data(b)), None)
+    return [(first, second), (second, first)] if may_subtract(name, first, second) else []
 
 
 def is_of_one(eqn: Eqn, facts: Facts) -> bool:

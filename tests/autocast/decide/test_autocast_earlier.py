@@ -1,4 +1,4 @@
-"""What an earlier call returned, compared with what a program makes again: they are equal."""
+"""A program makes a value that an earlier call returned: the two are equal."""
 
 import itertools
 
