@@ -1,5 +1,6 @@
 """Answers `with block:`, where `block()` is meant, with what to type."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mpjax._base.errors import message
@@ -18,4 +19,5 @@ class SaysToCall(type):
         fix = f"Type `with mpjax.{cls._call}:`."
         raise TypeError(message(name, f"`with {name}:` has no parentheses.", fix))
 
-    __enter__ = __exit__ = _refuse
+    __enter__: Callable[..., NoReturn] = _refuse
+    __exit__: Callable[..., NoReturn] = _refuse

@@ -63,6 +63,10 @@ def residual(x, w):
     return x + jnp.exp(jnp.tanh(x) @ w)
 
 
+def gated(x, by):
+    return x + by * jnp.tanh(x)
+
+
 def logsumexp(x, shares):
     most = x.max(1, keepdims=True)
     return jnp.log(jnp.exp(x - most) @ shares) + most
@@ -87,7 +91,7 @@ def average(new):
         (lambda x, w: (x @ w + jnp.tanh(x @ w) / 31) @ w, states.low(BF16)),
         (lambda x, w: (x @ w + (jnp.tanh(x @ w) / 32).T.reshape(4, 8)) @ w, states.KEPT),
         (lambda x, w: (x @ w + x[0, 0] * jnp.tanh(x @ w)) @ w, states.KEPT),  # a step size
-        (lambda x, w: (x @ w + x[0] * jnp.tanh(x @ w)) @ w, states.low(BF16)),  # of a channel
+        (lambda x, w: gated(x @ w, x[0]) @ w, states.low(BF16)),  # of a channel
         (lambda x, w: (x @ w + jnp.zeros(8)) @ w, states.low(BF16)),
         (lambda x, w: (jnp.exp(x) + x @ w) @ w, states.low(BF16)),  # a branch joins a stream
         (lambda x, w: jnp.exp(x) + x @ w, states.WIDE),  # a loss, and no stream
