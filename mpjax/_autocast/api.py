@@ -25,7 +25,7 @@ from mpjax._autocast.run.interpreter import Interpreter
 from mpjax._autocast.tracing import Traced, name_of, trace
 from mpjax._autocast.unused import stored_paths, warn_of_rules
 from mpjax._base.dtypes import describe
-from mpjax._base.errors import message
+from mpjax._base.errors import message, warn
 from mpjax._base.foreign_keywords import AUTOCAST
 from mpjax._base.keywords import names_keywords
 from mpjax._base.typing import KnownPolicy
@@ -34,7 +34,7 @@ from mpjax._base.uncalled import SaysToCall
 from mpjax._jaxpr.op_rules import parse_rules
 from mpjax._policies.of_step import warn_of_other_step
 from mpjax._policies.parts import policies_in
-from mpjax._policies.policy import chosen_policy, get_policy
+from mpjax._policies.policy import chosen_policy, default, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rules = str | Mapping[str, str] | None
@@ -70,7 +70,7 @@ def autocast(
     Args:
       fun: any function of arrays; also a decorator, `@autocast("bf16-mixed")`.
       policy: a policy, its name, or a `PolicyMap` over module paths. None for that of
-        `default_policy`; where none is set, that is float32, and autocast changes nothing.
+        `default_policy`; where none is set, autocast changes nothing, and warns.
       rules: another class for some operations or activations, `{"tanh": "full", "silu": "full"}`,
         or "widest": a float32 operand wins over a low one, as in PyTorch.
       dot_precision: the algorithm of every product that leaves it at the default: "tf32",
@@ -86,8 +86,9 @@ def autocast(
       TypeError: a result of `fun` is not an array.
 
     Warns:
-      PolicyWarning: a rule of a `PolicyMap` matches nothing in `fun`, or comes too late; `rules=`
-        names an activation that `fun` does not call; or a `QuantizedPolicy` finds no product.
+      PolicyWarning: neither a policy nor a default is set; a rule of a `PolicyMap` matches nothing
+        in `fun`, or comes too late; `rules=` names an activation that `fun` does not call; or a
+        `QuantizedPolicy` finds no product.
       SupportWarning: float16 products are compiled for a TPU.
 
     Dtypes:
@@ -132,6 +133,8 @@ def autocast(
         )
         _check_algorithm(chosen, algorithm)
         if not _lowers(chosen) and algorithm is None:
+            if policy is None and default.value is None:
+                _warn_of_no_policy(name_of(fun))
             with jax.named_scope(scopes.AS_WRITTEN):  # an outer autocast leaves this scope alone
                 full = stateful.call_in_full(fun, args, kwargs, f"autocast({name_of(fun)})")
                 return chosen.cast_to_output(full)
@@ -147,6 +150,13 @@ def _check_place(policy: scopes.Policies, fun: Any) -> None:
         allowed = "Allowed: make_train_step(loss_fn, tx, policy), whose state keeps them."
         fix = f"In a step of your own: fast = mpjax.with_amax_history({name_of(fun)}, policy)."
         raise ValueError(message(f"autocast({name_of(fun)})", got, allowed, fix))
+
+
+def _warn_of_no_policy(name: str) -> None:
+    got = "no policy was given, and no default is set: the function is computed as it is written."
+    where = 'or `with mpjax.default_policy("bf16-mixed"):` above its call.'
+    fix = f'Type autocast({name}, "bf16-mixed"), {where} If float32 is meant, type "float32".'
+    warn(message(f"autocast({name})", got, fix))
 
 
 def _given(first: Any, policy: Any) -> Any:

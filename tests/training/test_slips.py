@@ -491,6 +491,22 @@ def test_a_default_policy_in_a_block_or_as_a_decorator_is_no_slip():
     assert not [w for w in caught if issubclass(w.category, mpjax.PolicyWarning)]
 
 
+@pytest.mark.parametrize("decorated", [mpjax.autocast, mpjax.autocast()])
+def test_autocast_without_a_policy_says_that_it_changes_nothing(decorated):
+    with pytest.warns(mpjax.PolicyWarning, match=r'autocast\(square, "bf16-mixed"\)'):
+        decorated(square)(PARAMS, jnp.ones(2))
+
+
+def test_autocast_in_float32_on_purpose_is_no_slip():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mpjax.PolicyWarning)
+        mpjax.autocast(square, "float32")(PARAMS, jnp.ones(2))
+        mpjax.autocast(square, dot_precision="tf32")(PARAMS, jnp.ones(2))
+        for policy in ("bf16-mixed", "float32"):
+            with mpjax.default_policy(policy):
+                mpjax.autocast(square)(PARAMS, jnp.ones(2))
+
+
 # -- a run that cannot start, or cannot go on ------------------------------------------------------
 
 
