@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from mpjax._autocast.copies import inverses
 from mpjax._autocast.copies.numbering import Visit
 from mpjax._autocast.decide import read_flags, reasons
 from mpjax._autocast.decide.decided import Decided, Decision, products
@@ -23,7 +24,7 @@ from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
-_KEPT = read_flags.CANCELS | read_flags.SOLUTION | read_flags.SMALL
+_KEPT = read_flags.CANCELS | read_flags.SOLUTION | read_flags.SMALL | read_flags.TESTED
 _ASKED = read_flags.CANCELS | read_flags.BELOW | read_flags.DIFFERENCE
 """Flags of a function's results that hold for those of its rules too."""
 
@@ -67,8 +68,13 @@ def asked(visits: Sequence[Visit]) -> set[tuple[Any, int]]:
 class OfRules(NamedTuple):
     """The demands on a function with rules of its author's, which hold for each rule too."""
 
-    reads: int  # of its results
+    results: int  # how these are read
     axes: frozenset[Hashable]  # of the products that are kept
+    saved: inverses.Saved
+
+    def reads(self, program: Any) -> int:
+        """Returns how the results of the function, or of a rule, are read; given its jaxpr."""
+        return self.results | (read_flags.AGAIN if self.saved.with_rule(program) else 0)
 
     def asked(self, program: Any) -> frozenset[tuple[Any, int]]:
         """Returns the flags of the products in the closed jaxpr of the function, or of a rule."""
@@ -86,7 +92,8 @@ def of_rules(decided: Decided) -> OfRules:
         asked |= 0 if compat.is_literal(v) else decided.reads.get(v, 0) & _ASKED
     if any(read & read_flags.AGAIN for read in decided.reads.values()):
         asked |= read_flags.AGAIN
-    return OfRules(asked, frozenset(map(_axes, kept(decided))))
+    axes = frozenset(map(_axes, kept(decided)))
+    return OfRules(asked, axes, inverses.Saved(decided.jaxpr))
 
 
 def _axes(eqn: Eqn) -> Hashable:

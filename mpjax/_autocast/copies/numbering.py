@@ -81,7 +81,7 @@ class Numbering:
         self._constants: set[int] = set()
         self._uniform: set[int] = set()  # one number, or copies of it
         self._empty: set[int] = set()  # zeros, or what JAX leaves in place of a branch's values
-        self._inputs: set[int] = set()
+        self._given: dict[int, int] = {}  # inputs, and parts of them: of which input
         self._turned_back: dict[tuple[str, int], int] = {}  # what a loop's rows are of
         self._moved: dict[int, dict[Any, int]] = {}  # what it was moved from, by shape
         self._placed: dict[int, tuple[bool, list[int]]] = {}  # whether it was cut out, and where
@@ -89,14 +89,14 @@ class Numbering:
     def walk(self, decided: Decided) -> None:
         """Numbers the values of a whole program."""
         inputs = [self._fresh() for _ in decided.jaxpr.jaxpr.invars]
-        self._inputs = {v.number for v in inputs}
+        self._given = {v.number: v.number for v in inputs}
         self._plan(decided, inputs)
 
-    def is_given(self, number: int) -> bool:
-        """Whether a value is an input of the whole program, or a row of one."""
+    def given(self, number: int) -> int | None:
+        """Returns the input of the whole program that a value is, or a part of; None for others."""
         while ("rows", number) in self._turned_back:
             number = self._turned_back["rows", number]
-        return number in self._inputs
+        return self._given.get(number)
 
     def reads(self) -> list[dict[Any, int]]:
         """Returns how the variables are read that have one value, where several have."""
@@ -162,6 +162,8 @@ class Numbering:
         if _is_barrier(eqn):
             return operands
         numbers = self._results(eqn, [v.number for v in operands])
+        if name in MOVES and (given := self._part_of(eqn, operands)) is not None:
+            self._given.update(dict.fromkeys(numbers, given))
         if name in PRODUCTS and (decision := decisions.get(eqn.outvars[0])) is not None:
             of = tuple(v.number for v in operands[:2])
             self.visits.append(Visit(numbers[0], decision, of, flags.get(eqn.outvars[0], 0)))
@@ -172,6 +174,13 @@ class Numbering:
             Numbered(n, copies if is_float32(v) else _NONE)
             for n, v in zip(numbers, eqn.outvars, strict=True)
         ]
+
+    def _part_of(self, eqn: Eqn, operands: Sequence[Numbered]) -> int | None:
+        """Returns the one input that all operands are parts of, but for indices and constants."""
+        pairs = zip(eqn.invars, operands, strict=True)
+        moved = {v.number for atom, v in pairs if is_float32(atom)} - self._constants
+        inputs = set(map(self.given, moved))
+        return inputs.pop() if len(inputs) == 1 else None
 
     def _results(self, eqn: Eqn, operands: list[int]) -> list[int]:
         """Returns the numbers of an operation's results."""
@@ -320,8 +329,7 @@ class Numbering:
         """Returns the repeated products behind an operation, and notes where copies meet."""
         name = eqn.primitive.name
         if contracts(eqn):
-            is_one = made[0] in self._repeated
-            return frozenset({Copy(made[0], len(self.visits))} if is_one else ())
+            return self._repeats(eqn, made[0], [v.number for v in operands])
         if name in traits.STATISTIC and not eqn.outvars[0].aval.shape:
             return _NONE  # a loss: another one, of the other copy, cancels nothing
         copies = [v.copies for v in operands]
@@ -331,12 +339,20 @@ class Numbering:
             copies[1] = _inverted(copies[1])
         if name in _INVERTS or _is_by_a_negative(eqn):
             copies = list(map(_inverted, copies))
-        is_forward = not (self._in_derivative or scopes.is_transposed(eqn))
-        if name in _COMBINES and is_forward and _cancel(name, *copies):
-            self.meeting.update(compat.variables(eqn))
+        if name in _COMBINES:
+            self._meet(eqn, copies, not (self._in_derivative or scopes.is_transposed(eqn)))
         union = _NONE.union(*copies)
         has_sign = name not in _MAY_INVERT or any(map(compat.is_literal, eqn.invars))
         return union if has_sign else frozenset(c._replace(opposite=None) for c in union)
+
+    def _repeats(self, eqn: Eqn, made: int, operands: Sequence[int]) -> Copies:
+        """Returns what is followed from a product on: the product, if it is computed twice."""
+        return frozenset({Copy(made, len(self.visits))} if made in self._repeated else ())
+
+    def _meet(self, eqn: Eqn, copies: Sequence[Copies], is_forward: bool) -> None:
+        """Notes the operands of a sum or a ratio, if copies meet in it and may cancel."""
+        if is_forward and cancel(eqn.primitive.name, *copies):
+            self.meeting.update(compat.variables(eqn))
 
 
 def contracts(eqn: Eqn) -> bool:
@@ -362,7 +378,7 @@ def _is_by_a_negative(eqn: Eqn) -> bool:
     return eqn.primitive.name in _MAY_INVERT and any(v.val < 0 for v in literals)
 
 
-def _cancel(name: str, first: Copies, second: Copies) -> bool:
+def cancel(name: str, first: Copies, second: Copies) -> bool:
     """Whether two values are of one product, computed at two places, with opposite signs.
 
     An unknown sign may be the opposite one, but in `mul`: derivatives multiply by all kinds.

@@ -23,7 +23,7 @@ import operator
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from mpjax._autocast.copies import gradients
+from mpjax._autocast.copies import gradients, inverses
 from mpjax._autocast.copies.numbering import Numbering, Visit, contracts
 from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import Action, Decided, Decision
@@ -61,12 +61,10 @@ def _of_copies(decided: Decided, numbering: Numbering) -> set[tuple[Any, int]]:
     for visit in numbering.visits:
         equal.setdefault(visit.number, []).append(visit)
     copies = {n: visits for n, visits in equal.items() if len(visits) > 1}
-    if not copies:
-        return set()
-    if alike := _alike(numbering):
+    if copies and (alike := _alike(numbering)):
         return alike
     apart = _one_dtype(copies) | _unrounded_between(decided, copies)
-    return apart | _of_one_layer(numbering)
+    return apart | _of_one_layer(numbering) | inverses.asked(decided, numbering)
 
 
 def _may_repeat(decided: Decided) -> bool:
@@ -142,11 +140,9 @@ def _unrounded_between(decided: Decided, copies: dict[int, list[Visit]]) -> set[
 def _of_one_layer(numbering: Numbering) -> set[tuple[Any, int]]:
     """Returns the flags by which a layer is computed alike in all places, if copies meet in one."""
     layers: dict[Hashable, list[Visit]] = {}
-    for visit in filter(_is_forward, numbering.visits):
-        shapes = [v.aval.shape for v in visit.decision.eqn.invars[:2]]
-        for place, number in enumerate(visit.operands):
-            if numbering.is_given(number):
-                layers.setdefault((place, number, *shapes), []).append(visit)
+    for visit in numbering.visits:
+        for layer in inverses.layers_of(numbering, visit.decision.eqn, visit.operands):
+            layers.setdefault(layer, []).append(visit)
     asked_for: set[tuple[Any, int]] = set()
     for visits in layers.values():
         if any(visit.read & read_flags.AGAIN for visit in visits):
