@@ -136,7 +136,7 @@ def _is_result_exact(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:
         return True
     if _counts(values, eqn):
         return True
-    if read & read_flags.SCALED and low == FLOAT16:
+    if read & (read_flags.SCALED | read_flags.DIVIDED) and low == FLOAT16:
         return True
     if not read & read_flags.FORWARD and (read & read_flags.NEAR or _is_of_a_loss(values, eqn)):
         return True

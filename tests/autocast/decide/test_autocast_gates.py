@@ -81,6 +81,37 @@ def test_law_of_gates_a_product_of_two_values_stays_float32_under_float16(gate):
         assert all(np.isfinite(g).all() for g in grads), (cut, place)
 
 
+# Numerators of means, which the sum of their own weights divides: past 65504, and the mean is not.
+SUMS = {
+    "keys first": lambda q, k, v: q @ (k.T @ v),
+    "scores first": lambda q, k, v: (q @ k.T) @ v,
+    "by einsum": lambda q, k, v: jnp.einsum("lm,nm,nd->ld", q, k, v),
+}
+
+
+def _linear_attention(sums, cut):
+    def loss(w, x):
+        query, key, value = w
+        q, k = (jax.nn.relu(x @ m) + 1e-3 for m in (query, key))
+        numerator = AROUND[cut](SUMS[sums])(q, k, x @ value)
+        mean = numerator / AROUND[cut](lambda q, k: q @ k.sum(0))(q, k)[:, None]
+        return jnp.mean((mean @ W[0]) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize("sums", SUMS)
+def test_law_of_means_a_sum_that_its_weights_divide_is_not_rounded_under_float16(sums):
+    w, x = _RNG.normal(size=(3, 16, 16)) / 4, 12 * _RNG.normal(size=(24, 16))
+    args = tuple(w.astype(np.float32)), x.astype(np.float32)
+    right = _linear_attention(sums, "uncut")(*args)
+    for cut in cuts_in_turn((SUMS, sums)):
+        loss = mpjax.autocast(_linear_attention(sums, cut), "16-mixed")
+        value, grads = jax.jit(jax.value_and_grad(loss))(*args)
+        assert abs(value - right) < 0.01 * right, cut
+        assert all(np.isfinite(g).all() for g in grads), cut
+
+
 LOW = {
     "by a sigmoid": lambda a, b: a * jax.nn.sigmoid(b),
     "by a tanh": lambda a, b: a * jnp.tanh(b),
