@@ -155,7 +155,7 @@ def _check_place(policy: scopes.Policies, fun: Any) -> None:
 def _warn_of_no_policy(name: str) -> None:
     got = "no policy was given, and no default is set: the function is computed as it is written."
     where = 'or `with mpjax.default_policy("bf16-mixed"):` above its call.'
-    fix = f'Type autocast({name}, "bf16-mixed"), {where} If float32 is meant, type "float32".'
+    fix = f'Type autocast(fun, "bf16-mixed"), {where} If float32 is meant, type "float32".'
     warn(message(f"autocast({name})", got, fix))
 
 

@@ -187,7 +187,8 @@ def test_none_and_empty_results():
 
 def test_the_default_policy_is_read_when_the_function_is_traced():
     fast = autocast(square)
-    assert jnp.array_equal(fast(SMALL), square(SMALL))
+    with pytest.warns(PolicyWarning, match="no default is set"):
+        assert jnp.array_equal(fast(SMALL), square(SMALL))
     with mpjax.default_policy("bf16-mixed"):
         assert not jnp.array_equal(fast(SMALL), square(SMALL))
 
