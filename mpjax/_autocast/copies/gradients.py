@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._autocast.copies import inverses
+from mpjax._autocast.copies import recomputed
 from mpjax._autocast.copies.numbering import Visit
 from mpjax._autocast.decide import read_flags, reasons
 from mpjax._autocast.decide.decided import Decided, Decision, products
@@ -70,7 +70,7 @@ class OfRules(NamedTuple):
 
     results: int  # how these are read
     axes: frozenset[Hashable]  # of the products that are kept
-    saved: inverses.Saved
+    saved: recomputed.Saved
 
     def reads(self, program: Any) -> int:
         """Returns how the results of the function, or of a rule, are read; given its jaxpr."""
@@ -93,7 +93,7 @@ def of_rules(decided: Decided) -> OfRules:
     if any(read & read_flags.AGAIN for read in decided.reads.values()):
         asked |= read_flags.AGAIN
     axes = frozenset(map(_axes, kept(decided)))
-    return OfRules(asked, axes, inverses.Saved(decided.jaxpr))
+    return OfRules(asked, axes, recomputed.Saved(decided.jaxpr))
 
 
 def _axes(eqn: Eqn) -> Hashable:

@@ -23,7 +23,7 @@ import operator
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from mpjax._autocast.copies import gradients, inverses
+from mpjax._autocast.copies import gradients, recomputed
 from mpjax._autocast.copies.numbering import Numbering, Visit, contracts
 from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import Action, Decided, Decision
@@ -64,7 +64,7 @@ def _of_copies(decided: Decided, numbering: Numbering) -> set[tuple[Any, int]]:
     if copies and (alike := _alike(numbering)):
         return alike
     apart = _one_dtype(copies) | _unrounded_between(decided, copies)
-    return apart | _of_one_layer(numbering) | inverses.asked(decided, numbering)
+    return apart | _of_one_layer(numbering) | recomputed.asked(decided, numbering)
 
 
 def _may_repeat(decided: Decided) -> bool:
@@ -141,7 +141,7 @@ def _of_one_layer(numbering: Numbering) -> set[tuple[Any, int]]:
     """Returns the flags by which a layer is computed alike in all places, if copies meet in one."""
     layers: dict[Hashable, list[Visit]] = {}
     for visit in numbering.visits:
-        for layer in inverses.layers_of(numbering, visit.decision.eqn, visit.operands):
+        for layer in recomputed.layers_of(numbering, visit.decision.eqn, visit.operands):
             layers.setdefault(layer, []).append(visit)
     asked_for: set[tuple[Any, int]] = set()
     for visits in layers.values():

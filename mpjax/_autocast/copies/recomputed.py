@@ -21,7 +21,7 @@ from mpjax._base import compat
 from mpjax._jaxpr import keys
 from mpjax._jaxpr.equation import Eqn
 
-_TAKES_OFF = frozenset({"sub", "div", "add"})
+_TAKES_OFF = frozenset({"sub", "div", "add"})  # one of unknown sign, too
 
 
 class Saved:
