@@ -75,6 +75,7 @@ class Numbering:
         self.visits: list[Visit] = []
         self._reads: dict[int, dict[Any, int]] = {}  # by number: how each variable of it is read
         self.meeting: set[Any] = set()  # variables of which one is subtracted from its copy
+        self.subtracts_backward = False  # as an author's rule does, and transposition does not
         self._repeated = repeated
         self._in_derivative = 0
         self._numbers: dict[Hashable, int] = {}
@@ -162,6 +163,8 @@ class Numbering:
         if _is_barrier(eqn):
             return operands
         numbers = self._results(eqn, [v.number for v in operands])
+        if name == "sub" and (self._in_derivative or scopes.is_transposed(eqn)):
+            self.subtracts_backward = True
         if name in MOVES and (given := self._part_of(eqn, operands)) is not None:
             self._given.update(dict.fromkeys(numbers, given))
         if name in PRODUCTS and (decision := decisions.get(eqn.outvars[0])) is not None:

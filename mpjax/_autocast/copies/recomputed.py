@@ -64,6 +64,8 @@ def asked(decided: Decided, numbering: Numbering) -> set[tuple[Any, int]]:
       decided: about the whole program.
       numbering: a walk over it.
     """
+    if not numbering.subtracts_backward:
+        return set()
     products = ((v.decision.eqn, v.operands) for v in numbering.visits)
     counts = Counter(layer for eqn, of in products for layer in layers_of(numbering, eqn, of))
     layers = [layer for layer, count in counts.items() if count > 1]
