@@ -163,8 +163,7 @@ class Numbering:
         if _is_barrier(eqn):
             return operands
         numbers = self._results(eqn, [v.number for v in operands])
-        if name == "sub" and (self._in_derivative or scopes.is_transposed(eqn)):
-            self.subtracts_backward = True
+        self.subtracts_backward |= name == "sub" and self._is_backward(eqn)
         if name in MOVES and (given := self._part_of(eqn, operands)) is not None:
             self._given.update(dict.fromkeys(numbers, given))
         if name in PRODUCTS and (decision := decisions.get(eqn.outvars[0])) is not None:
@@ -177,6 +176,9 @@ class Numbering:
             Numbered(n, copies if is_float32(v) else _NONE)
             for n, v in zip(numbers, eqn.outvars, strict=True)
         ]
+
+    def _is_backward(self, eqn: Eqn) -> bool:
+        return self._in_derivative > 0 or scopes.is_transposed(eqn)
 
     def _part_of(self, eqn: Eqn, operands: Sequence[Numbered]) -> int | None:
         """Returns the one input that all operands are parts of, but for indices and constants."""
@@ -343,7 +345,7 @@ class Numbering:
         if name in _INVERTS or _is_by_a_negative(eqn):
             copies = list(map(_inverted, copies))
         if name in _COMBINES:
-            self._meet(eqn, copies, not (self._in_derivative or scopes.is_transposed(eqn)))
+            self._meet(eqn, copies, not self._is_backward(eqn))
         union = _NONE.union(*copies)
         has_sign = name not in _MAY_INVERT or any(map(compat.is_literal, eqn.invars))
         return union if has_sign else frozenset(c._replace(opposite=None) for c in union)
