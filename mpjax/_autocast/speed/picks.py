@@ -152,7 +152,8 @@ def _part(eqn: Eqn, values: Sequence[Known], whole: Any, at: At) -> Any:
     if eqn.primitive.name in traits.PARTS:
         return bind(eqn, [value.at(at) for value in values])[0]
     before = at.before(values[0].array.shape)
-    return at.of(whole) if before is None else values[0].at(before).reshape(at.index.shape)
+    part = at.of(whole) if before is None else values[0].at(before).reshape(at.index.shape)
+    return part.astype(eqn.outvars[0].aval.dtype)  # a move is made of the low value
 
 
 def _holds_a_pick(program: Any) -> bool:

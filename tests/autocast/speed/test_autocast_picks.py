@@ -59,6 +59,53 @@ PICKS = {
 }
 
 
+# Logits that are moved before a label of each row is picked, as those of the next tokens are.
+MOVED = {
+    "all but the last": lambda z: z[:, :-1],
+    "all but the first": lambda z: z[:, 1:],
+    "every second": lambda z: z[:, ::2],
+    "some sequences": lambda z: z[1:],
+    "some words": lambda z: z[..., :-1],
+    "transposed": lambda z: z.swapaxes(0, 1),
+    "reversed": lambda z: jnp.flip(z, 1),
+    "transposed and cut": lambda z: z.swapaxes(0, 1)[:-1],
+    "reshaped and cut": lambda z: z.reshape(2, 10, 7)[:, :-1],
+    "a part of a split": lambda z: jnp.split(z, 2, 0)[1],
+    "one of an axis": lambda z: z[:, None, :-1][:, 0],
+    "joined": lambda z: jnp.concatenate([z[:, :2], z[:, 3:]], 1),
+}
+LOSSES_OF_ROWS = {
+    "a cross-entropy": optax.softmax_cross_entropy_with_integer_labels,
+    "log-probabilities": lambda z, y: -along(-1, y[:, None])(jax.nn.log_softmax(z))[:, 0],
+    "mapped": lambda z, y: -jax.vmap(lambda row, i: row[i])(jax.nn.log_softmax(z), y),
+    "logits": lambda z, y: jax.nn.logsumexp(z, -1) - z[jnp.arange(len(y)), y],
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", MOVED)
+def test_a_label_is_picked_from_logits_that_are_moved(name, policy):
+    def loss(of_rows):
+        def mean(h, w, labels):
+            logits = MOVED[name](h @ w)
+            rows = logits.reshape(-1, logits.shape[-1])
+            return of_rows(rows, labels[: len(rows)]).mean()
+
+        return mean
+
+    args = normal(3, 4, 5, 6), normal(4, 6, 7), integers(2, 6, 20)
+    losses = {name: loss(of_rows) for name, of_rows in LOSSES_OF_ROWS.items()}
+    programs = {}
+    for of, fun in losses.items():
+        programs[of, "value"] = autocast(fun, policy)
+        programs[of, "inside"] = autocast(jax.grad(fun, (0, 1)), policy)
+        programs[of, "outside"] = jax.grad(autocast(fun, policy), (0, 1))
+    got = together({str(name): fun for name, fun in programs.items()}, *args)
+    for of, what in programs:
+        fun = losses[of] if what == "value" else jax.grad(losses[of], (0, 1))
+        assert distance(got[str((of, what))], fun(*args)) < 2 * BF16, (of, what)
+
+
 def scatters(fun, *args):
     return [e for e in equations(jax.make_jaxpr(fun)(*args).jaxpr) if "scatter" in str(e.primitive)]
 
