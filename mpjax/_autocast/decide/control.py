@@ -22,6 +22,7 @@ from mpjax._autocast.decide.read_flags import (
     FORWARD,
     LATER,
     NEAR,
+    PROPORTION,
     RELATIVE,
     SCALED,
     SOLUTION,
@@ -36,10 +37,10 @@ from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 
 _MAX_PASSES = 8
-_NEXT_TURN = UNROUNDED | ABSOLUTE | SOLUTION | RELATIVE | LATER | FORWARD
+_NEXT_TURN = UNROUNDED | ABSOLUTE | SOLUTION | RELATIVE | PROPORTION | LATER | FORWARD
 """Flags that the next turn of a loop sets of a carry hold for the turn that leaves it."""
 
-_OF_SUMS = UNROUNDED | SOLUTION | RELATIVE | DIVIDED | SCALED
+_OF_SUMS = UNROUNDED | SOLUTION | RELATIVE | PROPORTION | DIVIDED | SCALED
 """Flags that a reader behind a loop sets of what a turn adds to a carry in float32."""
 
 

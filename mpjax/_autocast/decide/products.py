@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from mpjax._autocast.decide import read_flags, reasons, states
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Settings
-from mpjax._autocast.decide.must import of_losses, weights
+from mpjax._autocast.decide.must import of_losses, proportions, weights
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import Kind, State
@@ -24,6 +24,7 @@ from mpjax._jaxpr.op_rules import OP_RULES, OpClass
 _EXACT_RESULT = (
     read_flags.GRADIENT | read_flags.RUINED | read_flags.RESULT | read_flags.SAME | read_flags.AGAIN
 )
+_FULL_RANGE = read_flags.SCALED | read_flags.DIVIDED | read_flags.PROPORTION
 DecideProgram = Callable[..., Decided]
 """Decides about a program, as `planning.decide` does."""
 
@@ -117,6 +118,8 @@ def _why_not_low(
             return reason
         if weights.are_divided(eqn, read, values.facts):
             return reasons.WEIGHTS
+        if proportions.may_be_lost(eqn, read, values.facts):
+            return reasons.PROPORTION
     held = [values.state(v) for v in eqn.invars[:2]]
     too_fine = [s for s in held if s.kind == Kind.CONSTANT and not states.fits(s, low)]
     if not too_fine:
@@ -136,7 +139,7 @@ def _is_result_exact(values: Rounding, eqn: Eqn, read: int, low: Any) -> bool:
         return True
     if _counts(values, eqn):
         return True
-    if read & (read_flags.SCALED | read_flags.DIVIDED) and low == FLOAT16:
+    if read & _FULL_RANGE and low == FLOAT16:
         return True
     if not read & read_flags.FORWARD and (read & read_flags.NEAR or _is_of_a_loss(values, eqn)):
         return True

@@ -72,6 +72,8 @@ is less than 6e-8.
 """
 UNHELD = 1 << 30
 """A product reads it that is float32 under float16, which might not hold an operand of it."""
+PROPORTION = 1 << 31
+"""A logarithm, a root or a division reads it, however small it is: float16 holds 0 below 6e-8."""
 
 # -- whose cotangents add up -----------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax._autocast.decide import control, reasons
-from mpjax._autocast.decide.must import conditioned, meetings, of_losses, weights
+from mpjax._autocast.decide.must import conditioned, meetings, of_losses, proportions, weights
 from mpjax._autocast.decide.read_flags import (
     ABSOLUTE,
     ACCUMULATOR,
@@ -29,6 +29,7 @@ from mpjax._autocast.decide.read_flags import (
     NEAR,
     OUTPUT,
     PRODUCT,
+    PROPORTION,
     READ,
     RELATIVE,
     RESULT,
@@ -170,11 +171,13 @@ def _of_operation(
         return [r | compared if i < keys else r for i, r in enumerate(outs)]
     unrounded = conditioned.how_read(eqn, out_read, known)
     if conditioned.ruins(eqn) or name in others.full:
-        return [later | RUINED | unrounded] * len(eqn.invars)
+        return [later | RUINED | unrounded | out_read & PROPORTION] * len(eqn.invars)
     reads = _by_rule(eqn, out_read, later, known)
     if name in traits.SCALES:
         reads = [r | of for r, of in zip(reads, conditioned.of_factors(eqn, known), strict=True)]
     reads = [r | unrounded for r in reads] if unrounded else reads
+    small = proportions.how_read(eqn, out_read, known)
+    reads = [r | s for r, s in zip(reads, small, strict=True)]
     return weights.of_operands(eqn, reads, known) if out_read & DIVIDED else reads
 
 
@@ -189,7 +192,8 @@ def _by_rule(eqn: Eqn, out_read: int, later: int, known: facts.Facts) -> list[in
     name = eqn.primitive.name
     if name in PRODUCTS:
         flags = DIVIDED if weights.are_divided(eqn, out_read, known) else 0
-        if any(facts.of_atom(v, known).flags & ranges.UNHELD for v in eqn.invars[:2]):
+        is_unheld = any(facts.of_atom(v, known).flags & ranges.UNHELD for v in eqn.invars[:2])
+        if is_unheld or proportions.may_be_lost(eqn, out_read, known):
             flags |= UNHELD
         return [read | flags for read in _of_product(eqn, out_read, later)]
     if name in MOVES:

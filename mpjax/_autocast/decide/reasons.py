@@ -96,11 +96,14 @@ NO_LOW_CONSTANT = Reason("a constant that the compute dtype cannot hold")
 WEIGHTS = Reason(
     f"range: divided by a sum of the same weights, which float16 might not hold{_CAST}"
 )
+PROPORTION = Reason(
+    f"range: a logarithm, a root or a division reads it, and float16 might hold 0{_CAST}"
+)
 EXPONENTIAL = Reason(f"range: float16 might not hold an exponential{_CAST}")
 POWERS = Reason(f"range: float16 might not hold a sum of powers{_CAST}")
 UNHELD = Reason("read by a product of what float16 might not hold")
 OUTSIDE = Reason(f"range: float16 has few bits of an operand so large or small{_CAST}")
-OUT_OF_RANGE = frozenset({WEIGHTS, EXPONENTIAL, POWERS, OUTSIDE})
+OUT_OF_RANGE = frozenset({WEIGHTS, PROPORTION, EXPONENTIAL, POWERS, OUTSIDE})
 """For these a product is float32 together with its gradients, whose cotangents are out of range."""
 UNKNOWN_CONSTANT = Reason("a constant whose values are not known")
 UNCHANGED = Reason("nothing low goes into it", By.OPERANDS)

@@ -137,6 +137,8 @@ class Rounding:
             return reasons.SCALED
         if read & read_flags.DIVIDED:
             return reasons.WEIGHTS
+        if read & read_flags.PROPORTION:
+            return reasons.PROPORTION
         if self.is_power(var, read):
             return reasons.POWER
         return reasons.UNHELD if read & read_flags.UNHELD else self.out_of_range(var)

@@ -121,7 +121,7 @@ def _grown(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
     handed_on = some & GROWN if name in _HAND_ON_SIZE else 0
     if name not in _MULTIPLY or not all(map(_is_of_any_size, floats)):
         return handed_on
-    return handed_on if name == "div" and _is_by_its_own(*floats) else GROWN
+    return handed_on if name == "div" and is_by_its_own(*floats) else GROWN
 
 
 def is_gram(floats: Sequence[Any]) -> bool:
@@ -190,7 +190,7 @@ def _is_of_any_size(fact: Any) -> bool:
     return bool(fact.flags & PRODUCT) or is_data(fact)
 
 
-def _is_by_its_own(first: Any, second: Any) -> bool:
+def is_by_its_own(first: Any, second: Any) -> bool:
     """Whether a quotient is by a statistic, or by a function of the value: `h / (1 + |h|)`."""
     return bool(second.flags & REPEATED) or roots.meet(first.roots, second.roots)
 

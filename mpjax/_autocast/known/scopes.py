@@ -56,19 +56,21 @@ class Scope(NamedTuple):
     names: tuple[str, ...]  # the scopes, without the transformations between them
     as_written: bool  # in a region that is left as it is
     is_transposed: bool  # made by reverse-mode differentiation inside the function
+    is_differentiated: bool  # of what is differentiated inside it, or of a derivative forwards
 
 
 @by_kept_identity
 @functools.lru_cache(maxsize=8192)  # of equal stacks
 def _place(name_stack: Any) -> Scope:
     names = tuple(name for segment in segments(name_stack) for name in segment)
-    is_transposed = False
+    is_transposed = is_differentiated = False
     for entry in getattr(name_stack, "stack", ()):
         if type(entry).__name__ == "Transform":
             is_transposed |= entry.name == "transpose"
+            is_differentiated |= entry.name == "jvp"
         elif entry.name == RECOMPUTED:
             is_transposed = False
-    return Scope(names, AS_WRITTEN in names, is_transposed)
+    return Scope(names, AS_WRITTEN in names, is_transposed, is_differentiated)
 
 
 def place(eqn: Eqn) -> Scope:

@@ -21,14 +21,16 @@ clamp                                   | fusible alone stays_kept chooses accum
 select_n                                | fusible alone stays_kept chooses accumulates linear joins limits
 floor ceil round                        | fusible linear decides
 convert_element_type                    | fusible linear hands_on of_totals
-sqrt square integer_pow                 | fusible of_totals powers
+square integer_pow                      | fusible of_totals powers
+sqrt                                    | fusible of_totals powers relative
 tanh                                    | fusible bends of_norms costly parts saturates
 logistic                                | fusible bends of_norms saturates
 erf                                     | fusible bends of_norms costly saturates
 exp exp2 expm1                          | fusible absolute saturates
-pow                                     | fusible distances
-log log2 log1p                          | fusible distances
-rsqrt cbrt                              | fusible
+pow                                     | fusible distances relative
+log log2                                | fusible distances relative
+log1p                                   | fusible distances
+rsqrt cbrt                              | fusible relative
 sin cos tan                             | fusible absolute saturates angles
 sinh cosh                               | fusible absolute saturates
 asin acos acosh atanh                   | fusible distances
@@ -225,6 +227,9 @@ ABSOLUTE = _having("absolute")
 
 DISTANCES = _having("distances")
 """Reads how far its operand is from 0, 1 or -1: `log` near 1, `acos` at both ends."""
+
+RELATIVE = _having("relative")
+"""Reads a small value as exactly as a large one: a logarithm, a root."""
 
 ANGLES = _having("angles")
 """Has a period, beside which a rounding may be large: `sin(300 + z)`, `(300 + z) % 24`."""
