@@ -48,7 +48,7 @@ INVERSE = 1 << 25
 WEIGHED = 1 << 26
 """A product of `CURVED` values with others, as `k.T @ v` is, and no layer: it may be as small."""
 LARGE = 1 << 27
-"""Multiplied by a known number of 64 or more, as scores are before a softmax of one winner."""
+"""Multiplied by a number of 64 or more, or an unknown one, as scores before a sharp softmax."""
 POWERS = 1 << 28
 """A sum of squares, such as a mean squared error, but not its root; or a third or higher power."""
 OUTSIDE = 1 << 29
@@ -62,6 +62,7 @@ _EXPONENTIALS = frozenset({"exp", "exp2", "sinh", "cosh"})
 _MULTIPLY = traits.SCALES | PRODUCTS
 _HAND_ON_SIZE = factors.HANDS_ON | _MULTIPLY
 _LIMITED = frozenset({"min", "clamp"})
+_ALIKE = SCALAR | REPEATED
 _FAR = 2.0**12  # a value of 16, or of 1/4, is out of float16's range behind it
 _ADD_UP = frozenset({"reduce_sum", "reduce_window_sum", "cumsum", "scatter-add"}) | traits.ACROSS
 _HAND_ON_RANGE = MOVES | traits.ADDS | traits.SCALES | traits.LIMITS | traits.JOINS | {"neg"}
@@ -143,9 +144,16 @@ def _inverse(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
 def _large(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
     """Returns `LARGE` of what a number multiplies, and of what is moved, added to or limited."""
     name = eqn.primitive.name
-    if name in traits.SCALES and scales_up(eqn, floats, MUCH):
+    if name in traits.SCALES and (scales_up(eqn, floats, MUCH) or _has_a_temperature(eqn, floats)):
         return LARGE
     return some & LARGE if name in _HAND_ON_RANGE else 0
+
+
+def _has_a_temperature(eqn: Eqn, floats: Sequence[Any]) -> bool:
+    """Whether a parameter multiplies or divides many elements alike: it may be 64, too."""
+    made = [bool(f.flags & (PRODUCT | CONSTANT)) for f in floats]
+    alike = any(f.flags & _ALIKE and not is_made for f, is_made in zip(floats, made, strict=True))
+    return alike and any(made) and not scopes.is_transposed(eqn)
 
 
 def _outside(eqn: Eqn, floats: Sequence[Any], some: int) -> int:

@@ -92,6 +92,34 @@ def test_law_of_similarities_a_sharp_softmax_reads_counts_as_they_were_added_up(
     check_all(funs, "bf16-mixed", *args, values, rtol=1e-7, atol=2**-7)
 
 
+# The same by a temperature that is learnt: nothing says how large it is.
+TEMPERATURES = {
+    "multiplied": (lambda c, t: c * t, 1e3),
+    "divided": (lambda c, t: c / t, 1e-3),
+    "an exponential": (lambda c, t: c * jnp.exp(jnp.minimum(t, 7.0)), 7.0),
+    "a softplus": (lambda c, t: c * jax.nn.softplus(t), 1e3),
+    "one for each row": (lambda c, t: c * (t * jnp.ones(12))[:, None], 1e3),
+    "with a mask": (lambda c, t: jnp.where(c > 1, c * t, -1e9), 1e3),
+}
+
+
+@pytest.mark.parametrize("scaled", TEMPERATURES)
+def test_law_of_similarities_a_softmax_with_a_learnt_temperature_may_be_sharp(scaled):
+    scale, temperature = TEMPERATURES[scaled]
+
+    def fun(cut):
+        def weighted(a, b, values, t):
+            counts = AROUND[cut](lambda a, b: jnp.einsum("irc,jrc->ij", a, b))(a, b)
+            return AROUND[cut](lambda c, t: jax.nn.softmax(scale(c, t)))(counts, t) @ values
+
+        return weighted
+
+    args = [np.eye(4, dtype=np.float32)[x] for x in (SEEN[:12], SEEN[12:])]
+    values = np.sign(_RNG.normal(size=(12, 8))).astype(np.float32)  # exact in 16 bits
+    funs = {cut: fun(cut) for cut in AROUND}
+    check_all(funs, "bf16-mixed", *args, values, jnp.float32(temperature), rtol=1e-7, atol=2**-7)
+
+
 def _cosines(a, b):
     return (a * b).sum(-1)
 
