@@ -150,10 +150,10 @@ def _large(eqn: Eqn, floats: Sequence[Any], some: int) -> int:
 
 
 def _has_a_temperature(eqn: Eqn, floats: Sequence[Any]) -> bool:
-    """Whether a parameter multiplies or divides many elements alike: it may be 64, too."""
-    made = [bool(f.flags & (PRODUCT | CONSTANT)) for f in floats]
-    alike = any(f.flags & _ALIKE and not is_made for f, is_made in zip(floats, made, strict=True))
-    return alike and any(made) and not scopes.is_transposed(eqn)
+    """Whether a parameter scales all that a product made, or rows of it: it may be 64, too."""
+    if scopes.is_transposed(eqn) or not any(f.flags & PRODUCT for f in floats):
+        return False
+    return any(f.flags & _ALIKE and not f.flags & (PRODUCT | CONSTANT) for f in floats)
 
 
 def _outside(eqn: Eqn, floats: Sequence[Any], some: int) -> int:

@@ -28,6 +28,7 @@ from mpjax._jaxpr.op_rules import PRODUCTS
 _MADE = fact_flags.PRODUCT | ranges.CURVED | ranges.WEIGHED
 _LOGARITHMS = frozenset({"log", "log2"})
 _LINEAR_AT_ZERO = frozenset({"expm1", "log1p"})
+_READERS = traits.RELATIVE | {"div", "integer_pow"}
 _NUMBER_OR_MAXIMUM = fact_flags.CONSTANT | fact_flags.SCALAR | fact_flags.EXTREME
 
 
@@ -39,11 +40,12 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> list[int]:
       out_read: how its results are read.
       known: the facts of its program.
     """
+    if not (out_read & PROPORTION or eqn.primitive.name in _READERS):
+        return [0] * len(eqn.invars)
     operands = [facts.of_atom(v, known) for v in eqn.invars]
-    reads = _of_itself(eqn, operands)
     if out_read & PROPORTION and _hands_on(eqn, out_read, operands):
-        return [PROPORTION] * len(reads)
-    return reads
+        return [PROPORTION] * len(operands)
+    return _of_itself(eqn, operands)
 
 
 def may_be_lost(eqn: Eqn, read: int, known: facts.Facts) -> bool:
