@@ -82,6 +82,7 @@ LOSSES_OF_ROWS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("name", MOVED)
 def test_a_label_is_picked_from_logits_that_are_moved(name, policy):
