@@ -56,7 +56,7 @@ class Scope(NamedTuple):
     names: tuple[str, ...]  # the scopes, without the transformations between them
     as_written: bool  # in a region that is left as it is
     is_transposed: bool  # made by reverse-mode differentiation inside the function
-    is_differentiated: bool  # of what is differentiated inside it, or of a derivative forwards
+    is_differentiated: bool  # in code that the function differentiates itself
 
 
 @by_kept_identity

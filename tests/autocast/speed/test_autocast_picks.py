@@ -1,5 +1,7 @@
 """One element of each row: its derivative is a choice, in the kernel that needs it, no scatter."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from _differential import equations
 from _hinted import hints
 from _samples import integers, normal
-from _small import BF16, distance, together, total
+from _small import BF16, distance, each_inside_and_outside, together, total
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -96,15 +98,9 @@ def test_a_label_is_picked_from_logits_that_are_moved(name, policy):
 
     args = normal(3, 4, 5, 6), normal(4, 6, 7), integers(2, 6, 20)
     losses = {name: loss(of_rows) for name, of_rows in LOSSES_OF_ROWS.items()}
-    programs = {}
-    for of, fun in losses.items():
-        programs[of, "value"] = autocast(fun, policy)
-        programs[of, "inside"] = autocast(jax.grad(fun, (0, 1)), policy)
-        programs[of, "outside"] = jax.grad(autocast(fun, policy), (0, 1))
-    got = together({str(name): fun for name, fun in programs.items()}, *args)
-    for of, what in programs:
-        fun = losses[of] if what == "value" else jax.grad(losses[of], (0, 1))
-        assert distance(got[str((of, what))], fun(*args)) < 2 * BF16, (of, what)
+    for taken in (lambda fun: fun, functools.partial(jax.grad, argnums=(0, 1))):
+        for (of, where), got in each_inside_and_outside(taken, losses, policy, *args):
+            assert distance(got, taken(losses[of])(*args)) < 2 * BF16, (of, where)
 
 
 def scatters(fun, *args):
