@@ -24,7 +24,13 @@ from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
-_KEPT = read_flags.CANCELS | read_flags.SOLUTION | read_flags.SMALL | read_flags.TESTED
+_KEPT = (
+    read_flags.CANCELS
+    | read_flags.SOLUTION
+    | read_flags.SMALL
+    | read_flags.TESTED
+    | read_flags.AS_TESTED
+)
 _ASKED = read_flags.CANCELS | read_flags.BELOW | read_flags.DIFFERENCE | read_flags.PROPORTION
 """Flags of a function's results that hold for those of its rules too."""
 

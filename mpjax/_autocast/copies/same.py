@@ -119,11 +119,21 @@ def _is_float32(decision: Decision) -> bool:
 
 
 def _alike(numbering: Numbering) -> set[tuple[Any, int]]:
-    """Returns the flags by which each value is read as if it and its copies were one value."""
+    """Returns the flags by which each value is read as if it and its copies were one value.
+
+    What a loop's stop test reads is `TESTED` in the loop, and so is all that it is made of there. A
+    copy outside is `AS_TESTED`: what that is made of is the same in each turn.
+    """
     asked_for: set[tuple[Any, int]] = set()
     for flags in numbering.reads():
         union = functools.reduce(operator.or_, flags.values()) & _ONE_VALUE
-        asked_for.update((v, union) for v, read in flags.items() if union & ~read)
+        if union & read_flags.TESTED:
+            union |= read_flags.AS_TESTED
+        for v, read in flags.items():
+            is_in_loop = read & read_flags.TESTED
+            asks = union & ~(read_flags.AS_TESTED if is_in_loop else read_flags.TESTED)
+            if asks & ~read:
+                asked_for.add((v, asks))
     return asked_for
 
 

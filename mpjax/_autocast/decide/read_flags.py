@@ -74,6 +74,8 @@ UNHELD = 1 << 30
 """A product reads it that is float32 under float16, which might not hold an operand of it."""
 PROPORTION = 1 << 31
 """A logarithm, a root or a division reads it, however small it is: float16 holds 0 below 6e-8."""
+AS_TESTED = 1 << 32
+"""The same is computed in each turn of a loop, which stops when that is small enough."""
 
 # -- whose cotangents add up -----------------------------------------------------------------------
 
@@ -88,7 +90,7 @@ MEET = 1 << 24
 TURNS = 1 << 28
 """Each turn of a loop reads it, and gives it a cotangent: `MEET`, also where a product reads it."""
 
-UNROUNDED = RUINED | NEAR | TESTED | CANCELS | BELOW | DIFFERENCE | AGAIN | RESULT
+UNROUNDED = RUINED | NEAR | TESTED | AS_TESTED | CANCELS | BELOW | DIFFERENCE | AGAIN | RESULT
 """Where one of these is set, the value is float32 for that reader, whatever lies between."""
 SPOILED = OUTPUT | ACCUMULATOR | ABSOLUTE | UNROUNDED
 """Where one of these is set, the value is not rounded because a product reads it too."""

@@ -53,6 +53,7 @@ FUNCTION = Reason("holds a sum or an exponential: float32 as a whole")
 OUTPUT = Reason("an output: rounding it would gain nothing", By.READER)
 BEHIND = Reason("no product comes later: rounding it would gain nothing", By.READER)
 TESTED = Reason("a loop's stop test depends on it", By.READER)
+AS_TESTED = Reason("a loop's stop test depends on the same, computed there again", By.READER)
 NEAR = Reason("its distance to a constant is read by {}", By.READER)
 ANGLE = Reason("rounded, a large angle or remainder is another one: read by {}", By.READER)
 DIFFERENCE = Reason("a value that may be almost the same is subtracted from it by {}", By.READER)
@@ -64,6 +65,9 @@ _OF_PRODUCTS = {
     read_flags.TESTED: Reason(
         f"a loop's stop test depends on it: rounded, the loop might not end: float32{_CAST}",
         By.READER,
+    ),
+    read_flags.AS_TESTED: Reason(
+        f"a loop's stop test depends on the same, computed there again: float32{_CAST}", By.READER
     ),
     read_flags.CANCELS: Reason(
         f"added to a sum over the same values, which cancels it: float32{_CAST}", By.READER
@@ -184,6 +188,8 @@ def of_reader(read: int) -> Reason | None:
         return None
     if read & read_flags.TESTED:
         return TESTED
+    if read & read_flags.AS_TESTED:
+        return AS_TESTED
     if read & read_flags.NEAR:
         return NEAR
     if read & read_flags.AGAIN:

@@ -57,6 +57,8 @@ AMOUNTS = 1 << 18
 """Constants that are no layer's weights, such as coordinates and prices; made of these alone."""
 BEHIND = 1 << 30
 """It is a product of what a solve made with any other value, as `gain @ observed`."""
+POSITIVE = 1 << 31
+"""It is 0 or more: see `positive`."""
 OF_MATRICES = SOLVED | BEHIND | ASSEMBLED
 """A branch's result has them if one branch has, and a loop's carry if one turn has."""
 # The flags from `1 << 19` to `1 << 29` are those of `ranges`.
@@ -308,7 +310,7 @@ def joins_a_stream(floats: Sequence[Any]) -> bool:
 
 def of_branches(some: int, every: int) -> int:
     """Returns the flags of one of several values, `where(c, a, b)`: of those of some, of all."""
-    kept = some & (PRODUCT | STREAM | OF_MATRICES) | every & (STENCIL | AMOUNTS)
+    kept = some & (PRODUCT | STREAM | OF_MATRICES) | every & (STENCIL | AMOUNTS | POSITIVE)
     return kept | _of_several(some, every) | larger_offset(some)
 
 

@@ -26,6 +26,7 @@ from mpjax._autocast.known.fact_flags import (
     EITHER,
     NEGATED,
     OFFSET,
+    POSITIVE,
     PRODUCT,
     SCALAR,
 )
@@ -81,8 +82,10 @@ def cancelling(eqn: Eqn, facts: Facts, *, of_sums: bool = False) -> list[terms.T
     """Returns the terms of a sum that cancel: see `terms.cancelling`."""
     if eqn.primitive.name not in traits.ADDS or scopes.is_transposed(eqn):
         return []  # a derivative's sums are of what JAX adds up, and no formula of the author's
-    first, second = (of_atom(v, facts).terms for v in eqn.invars)
-    return terms.cancelling(first, second, of_sums=of_sums)
+    first, second = (of_atom(v, facts) for v in eqn.invars)
+    if eqn.primitive.name != "sub" and first.flags & second.flags & POSITIVE:
+        return []
+    return terms.cancelling(first.terms, second.terms, of_sums=of_sums)
 
 
 def is_difference(eqn: Eqn, facts: Facts) -> bool:

@@ -14,23 +14,27 @@ mul                                     | fusible alone stays_kept hands_on scal
 div                                     | fusible alone stays_kept hands_on scales of_totals parts
 neg                                     | fusible chooses hands_on parts
 rem                                     | fusible native stays_kept angles
-abs copy stop_gradient                  | fusible chooses
+abs                                     | fusible chooses positive
+copy stop_gradient                      | fusible chooses
 max                                     | fusible alone stays_kept chooses accumulates of_norms of_totals widened limits
 min                                     | fusible alone stays_kept chooses accumulates of_norms widened limits
 clamp                                   | fusible alone stays_kept chooses accumulates limits
 select_n                                | fusible alone stays_kept chooses accumulates linear joins limits
 floor ceil round                        | fusible linear decides
 convert_element_type                    | fusible linear hands_on of_totals
-square integer_pow                      | fusible of_totals powers
-sqrt                                    | fusible of_totals powers relative
+square                                  | fusible of_totals powers positive
+integer_pow                             | fusible of_totals powers
+sqrt                                    | fusible of_totals powers relative positive
 tanh                                    | fusible bends of_norms costly parts saturates
-logistic                                | fusible bends of_norms saturates
+logistic                                | fusible bends of_norms saturates positive
 erf                                     | fusible bends of_norms costly saturates
-exp exp2 expm1                          | fusible absolute saturates
+exp exp2                                | fusible absolute saturates positive
+expm1                                   | fusible absolute saturates
 pow                                     | fusible distances relative
 log log2                                | fusible distances relative
 log1p                                   | fusible distances
-rsqrt cbrt                              | fusible relative
+rsqrt                                   | fusible relative positive
+cbrt                                    | fusible relative
 sin cos tan                             | fusible absolute saturates angles
 sinh cosh                               | fusible absolute saturates
 asin acos acosh atanh                   | fusible distances
@@ -257,6 +261,9 @@ POWERS = _having("powers")
 
 LIMITS = _having("limits")
 """Gives elements of several operands: what was added to one, or cancels, goes through it."""
+
+POSITIVE = _having("positive")
+"""Its result is 0 or more: the sum of two such cancels nothing."""
 
 LOOKS = _having("looks")
 """Reads values and computes no float of them: a comparison, a print."""

@@ -13,6 +13,7 @@ from mpjax._autocast.known import (
     contraction,
     fact_flags,
     factors,
+    positive,
     ranges,
     repeats,
     scopes,
@@ -146,6 +147,7 @@ def _constant(eqn: Eqn, floats: Sequence[Fact]) -> Fact:
         flags |= floats[0].flags | (REPEATED if fact_flags.repeats(eqn) else 0)
         return floats[0]._replace(flags=flags)
     flags |= fact_flags.signs(eqn, floats) | fact_flags.of_a_difference(eqn, floats)
+    flags |= positive.of_operation(eqn, floats)
     flags |= SCALAR if all(f.flags & SCALAR for f in floats) else 0
     if name == "mul":
         return Fact(flags, math.prod(f.least for f in floats), math.prod(f.most for f in floats))
@@ -208,7 +210,7 @@ class _Walk:
         cancels = is_difference(eqn, facts)
         beside = fact_flags.repeated(eqn, floats)
         flags = fact_flags.of_operation(eqn, beside, some, every) | derived
-        flags |= ranges.of_operation(eqn, beside)
+        flags |= ranges.of_operation(eqn, beside) | positive.of_operation(eqn, floats)
         if adds_a_constant(eqn, facts) and not some & DERIVED:
             flags |= BY_A_CONSTANT
         else:

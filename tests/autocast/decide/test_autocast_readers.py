@@ -532,6 +532,27 @@ def test_law_of_the_stop_test_explain_says_so(stop):
     assert any("stop test" in r and "cast its operands" in r for r in reasons), reasons
 
 
+def test_law_of_the_stop_test_layers_before_the_loop_are_low():
+    """Also where what each turn computes of their result is computed again behind the loop."""
+
+    def loss(w, x):
+        z = jnp.tanh(jnp.tanh(x @ w) @ w)
+
+        def similar():
+            return jnp.tanh(z @ z.T / 4)
+
+        def turn(c):
+            return jnp.tanh(similar().sum(1) / 8 + c[0] / 2), c[0]
+
+        start = jnp.zeros(8), jnp.ones(8)
+        u = lax.while_loop(lambda c: jnp.max(jnp.abs(c[0] - c[1])) > 1e-5, turn, start)[0]
+        return jnp.mean((similar().mean(1) - lax.stop_gradient(u)) ** 2)
+
+    rows = mpjax.explain(loss, "bf16-mixed")(W[:6], X[:8, :6]).rows
+    dtypes = [r.dtype for r in rows if r.operation == "dot_general"]
+    assert sorted(dtypes) == ["bf16", "bf16", "float32", "float32"], rows
+
+
 # -- decisions -------------------------------------------------------------------------------------
 
 

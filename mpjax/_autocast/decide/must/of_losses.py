@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpjax._autocast.decide.read_flags import (
+    AS_TESTED,
     CANCELS,
     DIFFERENCE,
     NEAR,
@@ -95,4 +96,4 @@ def _is_small(eqn: Eqn, place: int, operands: Sequence[facts.Fact]) -> bool:
 
 def keeps_from_low(read: int) -> int:
     """Returns the flag for whose sake a product is not made low, or 0."""
-    return next((f for f in (TESTED, CANCELS, SOLUTION, SMALL) if read & f), 0)
+    return next((f for f in (TESTED, AS_TESTED, CANCELS, SOLUTION, SMALL) if read & f), 0)
