@@ -6,8 +6,9 @@ lifted by a marker that gives its reason:
     @pytest.mark.standard_promotion("orbax compares int32 with a Python-typed int64")
     @pytest.mark.no_leak_check("flax keeps the module's scope, tracers included, on the exception")
 
-A law of many like cases is marked `sampled(n)`: `make test` runs one case of n, CI all. A test that
-it leaves to CI alone is marked `ci`.
+A law of many like cases is marked `sampled(n)`: `make test` runs one case of n. CI runs these and a
+quarter of the others, another one each day (`--cases`). A test that `make test` leaves to CI alone
+is marked `ci`.
 
 What compiles for an accelerator is marked `tpu_compiler` or `gpu_compiler`, and is skipped, saying
 how to get the compiler, where it is not installed.
@@ -21,6 +22,7 @@ import importlib.util
 import os
 import re
 import time
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--first-case", action="store_true", help=what)
     what = "run one part of the tests, as 3/4: the third test of each four. All parts run them all"
     parser.addoption("--part", metavar="N/OF", type=_part, help=what)
+    what = "of the cases that `sampled` leaves out run one part, as 3/4. All parts run them all"
+    parser.addoption("--cases", metavar="N/OF", type=_part, help=what)
 
 
 def pytest_sessionstart() -> None:
@@ -120,6 +124,22 @@ def _keep_part(config: pytest.Config, items: list[pytest.Item], number: int, of:
     items[:] = items[number::of]
 
 
+def _keep_cases(config: pytest.Config, items: list[pytest.Item], number: int, of: int) -> None:
+    """Leaves out, of the cases that `sampled` leaves to CI, all but those of one part."""
+    counts: collections.Counter[str] = collections.Counter()
+    kept, dropped = [], []
+    for item in items:
+        if not (item.get_closest_marker("sampled") and item.get_closest_marker("ci")):
+            kept.append(item)
+            continue
+        name = item.nodeid.partition("[")[0]
+        place = zlib.crc32(name.encode()) + counts[name]  # of few cases not always the first part
+        counts[name] += 1
+        (kept if place % of == number else dropped).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=dropped)
+
+
 def _keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out all cases of a parametrised test but the first that runs by default."""
     seen = set()
@@ -142,6 +162,8 @@ def pytest_collection_modifyitems(
     _leave_to_ci(items)
     if config.getoption("first_case"):
         _keep_first_cases(config, items)
+    if cases := config.getoption("cases"):
+        _keep_cases(config, items, *cases)
     yield
     if part := config.getoption("part"):
         _keep_part(config, items, *part)

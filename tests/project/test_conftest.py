@@ -132,6 +132,22 @@ def test_sampled_leaves_to_ci_all_but_one_case_of_n_of_each_value(tmp_path):
 
 
 @pytest.mark.ci
+def test_parts_of_the_sampled_cases_run_each_once_and_what_make_test_runs_always(tmp_path):
+    source = (
+        "@pytest.mark.sampled(3)\n"
+        "@pytest.mark.parametrize('n', range(9))\n"
+        "def test_cases(n): open('log', 'a').write(f'{n} ')\n"
+        "@pytest.mark.ci\n"
+        "def test_other(): open('log', 'a').write('other ')\n"
+    )
+    for part, passed in (("1/2", 3 + 3 + 1), ("2/2", 3 + 3 + 1)):
+        run = pytest_on(source, tmp_path, "", "--cases", part)
+        assert f"{passed} passed" in run.stdout, run.stdout
+    ran = (tmp_path / "log").read_text().split()
+    assert sorted(ran) == sorted([*"012345678", *"036", "other", "other"])
+
+
+@pytest.mark.ci
 def test_parts_run_each_selected_test_once(tmp_path):
     source = (
         "@pytest.mark.parametrize('n', range(5))\n"
