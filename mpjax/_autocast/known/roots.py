@@ -93,6 +93,7 @@ def in_fact(fact: Any) -> Iterator[int]:
         yield from numbers(roots)
     for term in fact.terms:
         yield term.number
+        yield from term.factors
         yield from numbers(term.roots)
 
 

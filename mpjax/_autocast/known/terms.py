@@ -26,6 +26,7 @@ class Term(NamedTuple):
     is_power: bool = False  # squared, or the root of it, on the way to where it is added
     is_summed: bool = False  # a product or a sum was taken of it, as by the second of two blurs
     is_gram: bool = False  # of a value with itself: a product `a @ a.T`, or a sum of squares
+    factors: frozenset[int] = frozenset()  # of `t * x`: the numbers of the products `t` and `x`
 
 
 Terms: TypeAlias = frozenset[Term]
@@ -84,8 +85,8 @@ def _cancel_as_sums(a: Term, b: Term, *, over_a_gram: bool) -> bool:
 
 def _cancel(a: Term, b: Term) -> bool:
     """Whether terms are over the same values, in two ways, and one of them is a product."""
-    if a.number == b.number:
-        return False
+    if a.number == b.number or a.number in b.factors or b.number in a.factors:
+        return False  # as `t + t * x ** 2`, the derivative of a function of `x`
     if (a.is_product, a.is_power) == (b.is_product, b.is_power):
         return _is_gram_beside(a, b) or _is_gram_beside(b, a)
     if not (a.is_product or b.is_product) or a.is_summed != b.is_summed:
@@ -156,7 +157,8 @@ def _of_kinds(terms: Iterable[Term], number: Callable[[Term], int]) -> Terms:
     """Returns one term in place of all of a kind, over the values of all, with a number."""
     kinds: dict[Term, list[Term]] = {}
     for term in terms:
-        kinds.setdefault(term._replace(roots=frozenset(), number=0), []).append(term)
+        kind = term._replace(roots=frozenset(), number=0, factors=frozenset())
+        kinds.setdefault(kind, []).append(term)
     return frozenset(
         kind._replace(
             roots=frozenset[made_of.Root]().union(*(t.roots for t in of)),
@@ -168,6 +170,7 @@ def _of_kinds(terms: Iterable[Term], number: Callable[[Term], int]) -> Terms:
 
 def multiplied(first: Terms, second: Terms, number: Callable[[], int]) -> Terms:
     """Returns the terms of `E[x] E[y]`: over both, as `E[x y]` is, and powers as `E[x]²` is."""
+    factors = _factors(first | second)
     return few(
         a._replace(
             roots=a.roots | b.roots,
@@ -175,10 +178,19 @@ def multiplied(first: Terms, second: Terms, number: Callable[[], int]) -> Terms:
             is_product=a.is_product and b.is_product,
             is_power=True,
             is_gram=False,
+            factors=a.factors if a == b else factors,
         )
         for a, b in itertools.product(first, second)
         if a.is_summed == b.is_summed
     )
+
+
+def _factors(terms: Terms) -> frozenset[int]:
+    """Returns the numbers of products that are multiplied: none where some are sums, or many."""
+    if not all(t.is_product for t in terms):
+        return frozenset()
+    every = frozenset(t.number for t in terms).union(*(t.factors for t in terms))
+    return every if len(every) <= _MOST else frozenset()
 
 
 def powers(terms: Terms) -> Terms:
@@ -201,6 +213,10 @@ def renumbered(terms: Terms, number: Callable[[int], int]) -> Terms:
     """Returns the same terms in other numbers, asked for in order."""
     ordered = sorted(terms, key=lambda t: (t.number, t.is_product, t.is_power))
     return frozenset(
-        t._replace(roots=made_of.renumbered(t.roots, number), number=number(t.number))
+        t._replace(
+            roots=made_of.renumbered(t.roots, number),
+            number=number(t.number),
+            factors=frozenset([number(n) for n in sorted(t.factors)]),
+        )
         for t in ordered
     )

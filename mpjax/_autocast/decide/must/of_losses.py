@@ -79,6 +79,8 @@ def _is_small(eqn: Eqn, place: int, operands: Sequence[facts.Fact]) -> bool:
     Coordinates are constants, or are weighted by chances or one-hot rows. On the left of a
     parameter few rows may be a small batch, such as one token, instead.
     """
+    if contraction.adds_nothing(eqn):
+        return False
     flags, other = operands[place].flags, operands[1 - place].flags
     short = list(map(contraction.is_short, contraction.free_axes(eqn, place)))
     if contraction.adds_few(eqn):
