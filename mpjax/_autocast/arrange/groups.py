@@ -14,6 +14,7 @@ from typing import Any
 from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import PlanStep
 from mpjax._autocast.decide.states import Kind, State
+from mpjax._autocast.known import scopes, traits
 from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
 from mpjax._jaxpr import structure
@@ -116,22 +117,27 @@ def _cuts(
     stream `x + f(norm(x) @ w)`. Without the cut, the group of the next normalisation would save
     both terms of the sum instead of the sum. Another: a loss that gathers one of its logits. The
     logsumexp of unrounded logits, less one rounded logit, could be negative.
+
+    No cut is made for a backward pass that only multiplies by the value, as by `0.5 * (1 + tanh)`
+    of a GELU: the forward pass then gives what it gives without one.
     """
-    made: dict[Any, int] = {
-        v: level
-        for eqn, level, is_fused in zip(jaxpr.eqns, levels, fused, strict=True)
-        if is_fused
-        for v in eqn.outvars
-        if states[v].kind == Kind.LOW
-    }
+    made: dict[Any, int] = {}
+    forward: set[Any] = set()
     here: set[Any] = set()
     later: set[Any] = set()
-    for read, level, is_fused in zip(structure.operands(jaxpr), levels, fused, strict=True):
+    for i, read in enumerate(structure.operands(jaxpr)):
+        eqn, level, is_backward = jaxpr.eqns[i], levels[i], scopes.is_transposed(jaxpr.eqns[i])
+        multiplies = is_backward and eqn.primitive.name in traits.SCALES
         for v in made.keys() & read:
-            if is_fused:
-                (here if made[v] == level else later).add(v)
-            elif v not in multiplied:
+            if not fused[i]:
+                later.update({v} - multiplied)
+            elif made[v] == level:
+                here.add(v)
+            elif not (multiplies and v in forward):
                 later.add(v)
+        low = [v for v in eqn.outvars if fused[i] and states[v].kind == Kind.LOW]
+        made.update(dict.fromkeys(low, level))
+        forward.update(() if is_backward else low)
     for v, state in zip(jaxpr.outvars, out_states, strict=True):
         if not compat.is_literal(v) and v in made and state.kind == Kind.LOW:
             later.add(v)

@@ -55,7 +55,7 @@ from mpjax._autocast.known import (
     walk,
     ways,
 )
-from mpjax._autocast.known.activations import is_activation
+from mpjax._autocast.known.activations import is_activation, is_in_a_derivative
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
@@ -154,6 +154,8 @@ def _of_call(eqn: Eqn, outs: list[int], others: Others, known: facts.Facts) -> l
     if is_function and full and fusible.operations(eqn) & full:
         later = functools.reduce(operator.or_, outs, 0) & (LATER | FORWARD)
         return [later | RUINED] * len(eqn.invars)
+    if is_in_a_derivative(eqn):
+        return [functools.reduce(operator.or_, outs, 0) & (LATER | FORWARD)] * len(eqn.invars)
     reads = control.operand_reads(eqn, tuple(outs), Inner(eqn, others, known))
     return _of_activation(eqn, outs, reads) if is_function and is_activation(eqn) else reads
 

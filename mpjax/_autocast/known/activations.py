@@ -22,6 +22,12 @@ from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import ACTIVATIONS
 
+_IN_DERIVATIVES = {"exp_neg_sq": lambda x: jax.jvp(jax.lax.erfc, (x,), (x,))}
+"""Functions that JAX 0.12 writes into derivatives, and a function that calls each.
+
+This one is `exp(-x * x)`. It takes the bits of `x` apart, and yet may read a rounded `x`.
+"""
+
 
 def warn_of_unused(rules: Iterable[str], program: Any) -> None:
     """Warns of rules for functions that a program does not call: JAX inlines some of its own."""
@@ -46,9 +52,16 @@ def warn_of_unused(rules: Iterable[str], program: Any) -> None:
 
 
 def is_activation(eqn: Eqn) -> bool:
-    """Whether an equation calls one of `jax.nn`'s activations."""
+    """Whether an equation calls one of `jax.nn`'s activations, or a part of a derivative of one."""
     name = structure.function_name(eqn)
-    return name in ACTIVATIONS and _is_named(structure.single_program(eqn), name)
+    is_named = name in ACTIVATIONS or name in _IN_DERIVATIVES
+    return is_named and _is_named(structure.single_program(eqn), name)
+
+
+def is_in_a_derivative(eqn: Eqn) -> bool:
+    """Whether an equation calls a function that JAX writes into the derivative of an activation."""
+    is_one = eqn.primitive.name == "custom_jvp_call"
+    return is_one and structure.function_name(eqn) in _IN_DERIVATIVES and is_activation(eqn)
 
 
 @by_program
@@ -62,6 +75,7 @@ def _is_named(program: Any, name: str) -> bool:
 def _forms(name: str) -> list[tuple[Any, inspect.Signature]]:
     """Returns what `jax.nn` has under a name, under `jit`, which remembers what it traced."""
     forms = [getattr(jax.nn, name)] if hasattr(jax.nn, name) else []
+    forms += [_IN_DERIVATIVES[name]] if name in _IN_DERIVATIVES else []
     if name == "gelu":
         forms = [functools.partial(jax.nn.gelu, approximate=a) for a in (True, False)]
     return [(jax.jit(form), inspect.signature(form)) for form in forms]

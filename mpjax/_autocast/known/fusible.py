@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpjax._autocast.known import scopes, traits
-from mpjax._autocast.known.activations import is_activation
+from mpjax._autocast.known.activations import is_activation, is_in_a_derivative
 from mpjax._base import compat
 from mpjax._base.dtypes import keeps
 from mpjax._jaxpr import structure
@@ -51,7 +51,7 @@ def is_fusible_function(eqn: Eqn) -> bool:
     """Whether an equation is a small function of fusible operations, such as an activation."""
     if eqn.primitive.name not in ("jit", "custom_jvp_call", "custom_vjp_call") or eqn.effects:
         return False
-    return _fusible_program(structure.single_program(eqn))
+    return _fusible_program(structure.single_program(eqn)) or is_in_a_derivative(eqn)
 
 
 @by_program

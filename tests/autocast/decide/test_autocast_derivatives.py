@@ -10,9 +10,14 @@ import random
 import _metamorphic as metamorphic
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from _differential import equations
 from _planned import Action, Planned
+from _samples import normal
 from jax import lax
+
+import mpjax
 
 WS = [jnp.ones((8, 8))] * 4  # three layers, and a head
 X = jnp.ones((4, 8))
@@ -78,3 +83,68 @@ def test_law_of_cutting_the_gradient_of_what_was_cut_taken_inside(head, dtype, k
         errors = metamorphic.cut_errors(head, dtype, kind, metamorphic.OF_CUT, random.Random(seed))
         assert errors[0] <= limit[0]
         assert errors[1] <= limit[1]
+
+
+# -- the forward pass beside a backward pass -------------------------------------------------------
+
+X_OF_A_NET = normal(0, 16, 24)
+NET = normal(1, 24, 32, scale=0.2), normal(2, 32, 24, scale=0.2), normal(3, 24, 8)
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "elu": jax.nn.elu,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "exact gelu": lambda z: jax.nn.gelu(z, approximate=False),
+    "sine": jnp.sin,
+    "a square": jnp.square,
+}
+
+
+def _swiglu(x, up, down):
+    gate, other = jnp.split(x @ up, 2, axis=-1)
+    return x + (jax.nn.silu(gate) * other) @ down[:16]
+
+
+def _attends(x, up, down):
+    query, key = jnp.split(x @ up, 2, axis=-1)
+    return x + jax.nn.softmax(query @ key.T / 4) @ x @ down[:24]
+
+
+BLOCKS = {
+    **{name: lambda x, up, down, f=f: f(x @ up) @ down for name, f in ACTIVATIONS.items()},
+    "a gelu behind a norm": lambda x, up, down: x + jax.nn.gelu(jax.nn.standardize(x) @ up) @ down,
+    "swiglu": _swiglu,
+    "attention": _attends,
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_law_of_derivatives_a_ratio_to_an_earlier_call_is_1(name, policy):
+    """The forward pass beside a backward pass gives what it gives alone."""
+
+    def log_probabilities(net, x):
+        up, down, head = net
+        return jax.nn.log_softmax(BLOCKS[name](x, up, down) @ head)
+
+    def loss(net, x, old):
+        ratios = jnp.exp(log_probabilities(net, x) - old)
+        return jnp.mean(jnp.minimum(ratios * x[:, :8], jnp.clip(ratios, 0.8, 1.2))), ratios
+
+    old = jax.jit(mpjax.autocast(log_probabilities, policy))(NET, X_OF_A_NET)
+    inside = mpjax.autocast(jax.value_and_grad(loss, has_aux=True), policy)
+    np.testing.assert_allclose(jax.jit(inside)(NET, X_OF_A_NET, old)[0][1], 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gelu", "exact gelu"])
+def test_the_derivative_of_a_gelu_reads_a_low_result(name):
+    def loss(net, x):
+        up, down, _ = net
+        return jnp.mean(ACTIVATIONS[name](x @ up) @ down)
+
+    inside = mpjax.autocast(jax.value_and_grad(loss), "bf16-mixed")
+    jaxpr = jax.make_jaxpr(inside)(NET, X_OF_A_NET)
+    first = next(e for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general")
+    assert first.outvars[0].aval.dtype == jnp.bfloat16
