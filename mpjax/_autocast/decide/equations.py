@@ -29,6 +29,8 @@ from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import (
     constants,
+    fact_flags,
+    facts,
     fusible,
     named_attention,
     scopes,
@@ -121,7 +123,7 @@ class Decider(Rounding):
         name = eqn.primitive.name
         rule = OP_RULES[name]
         own = Reason(rule.reason) if kind is rule.op_class is OpClass.FULL else None
-        operands = [self.state(v) for v in eqn.invars]
+        operands = [states.WIDE if self.is_spectrum(v) else self.state(v) for v in eqn.invars]
         if name == "reduce_sum" and operands[0].kind == Kind.CONSTANT:
             dims = [eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]]
             return self.fused(eqn, states.constant(constants.total(operands[0].values, dims)), own)
@@ -155,6 +157,12 @@ class Decider(Rounding):
             state = _unrounded_parts(name, operands) or state
         return self.fused(eqn, state, own)
 
+    def is_spectrum(self, atom: Any) -> bool:
+        """Whether an operand is made of complex numbers that are no constants, as by an FFT."""
+        if not jnp.issubdtype(atom.aval.dtype, jnp.complexfloating):
+            return False
+        return not facts.of_atom(atom, self.facts).flags & fact_flags.CONSTANT
+
     def with_branches(self, eqn: Eqn, operands: Sequence[State]) -> Sequence[State]:
         """The states of operands; a normalised branch that joins a stream counts as low."""
         branches = norms.branches(eqn, self.normalised)
@@ -172,6 +180,8 @@ class Decider(Rounding):
         if hands_on_each(eqn, sorts=True):
             return self.keep(eqn, operands)
         state = floats[0] if floats else states.FOREIGN
+        if any(map(self.is_spectrum, eqn.invars)):  # their magnitude
+            state = states.WIDE
         if state == states.INPUT and name in _ROWS_OR_COPIES:
             state = states.NEUTRAL
         if state.kind == Kind.CONSTANT:

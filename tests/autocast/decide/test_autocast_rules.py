@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _differential import equations
+from _samples import normal
 from _small import BF16, KEY, W, X, distance, loss, products
 from jax import lax
 
@@ -272,3 +273,28 @@ def test_one_trace_for_equal_policies_and_repeated_calls():
     traces.clear()
     jax.grad(lambda x: autocast(fun, "bf16-mixed")(x).sum())(X)
     assert len(traces) == 1
+
+
+def _long_convolution(x, kernel):
+    spectrum = jnp.fft.rfft(x, n=32, axis=0) * jnp.fft.rfft(kernel, n=32, axis=0)
+    return jnp.fft.irfft(spectrum, n=32, axis=0)[:16]
+
+
+SPECTRA = {
+    "a long convolution": _long_convolution,
+    "a GELU of one": lambda x, kernel: jax.nn.gelu(_long_convolution(x, kernel)),
+    "a magnitude": lambda x, _: jnp.abs(jnp.fft.fft(x)),
+    "a logarithm of one": lambda x, _: jnp.log(1 + jnp.abs(jnp.fft.fft(x))),
+    "a real part": lambda x, _: jnp.fft.fft2(x).real,
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_what_an_fft_of_inputs_makes_is_no_constant(name, policy):
+    def fun(w, x):
+        return SPECTRA[name](x, w) @ w.T
+
+    rows = explain(fun, policy)(normal(0, 16, 16), W).rows
+    low = "bf16" if policy == "bf16-mixed" else "f16"
+    assert {r.dtype for r in rows if r.operation == "dot_general"} == {low}
