@@ -17,7 +17,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from measure import compiled, elsewhere, errors, jaxprs, machine, peer, tables, targets, timings
+from measure import (
+    compiled,
+    elsewhere,
+    errors,
+    jaxprs,
+    machine,
+    peer,
+    tables,
+    targets,
+    timings,
+    variants,
+)
 from measure.options import words
 from measure.store import Store
 from measure.variants import ANYWHERE, DTYPES, VARIANTS
@@ -77,9 +88,14 @@ def jobs(options: argparse.Namespace, store: Store) -> Iterator[Job]:
                 yield f"{name}: time, {dtype}", timing_job(options, store, name, dtype)
 
 
+def losses(options: argparse.Namespace) -> list[str]:
+    """Returns the variants that differ by their loss."""
+    return [v for v in options.variants if v != variants.INSIDE]
+
+
 def residual_jobs(options: Any, store: Store, name: str, dtype: str) -> Iterator[Job]:
     network = network_of(name, options.size)
-    for variant in options.variants:
+    for variant in losses(options):
 
         def job(variant: str = variant) -> None:
             loss = VARIANTS[variant](network, dtype)
@@ -99,7 +115,7 @@ def count_jobs(options: Any, store: Store, name: str, dtype: str, target: str) -
     for turn, variant in taking_turns:
 
         def job(turn: int = turn, variant: str = variant) -> None:
-            step = jax.value_and_grad(VARIANTS[variant](network, dtype))
+            step = variants.step(variant, network, dtype)
             device = targets.get_target(target)
             found = compiled.compile_for(step, device, network.params, network.batch)
             row = {**vars(found), "total_s": found.total_s, "repeats": turn + 1}
@@ -113,7 +129,7 @@ def count_jobs(options: Any, store: Store, name: str, dtype: str, target: str) -
 
 def error_jobs(options: Any, store: Store, name: str, dtype: str, platform: str) -> Iterator[Job]:
     network = network_of(name, options.error_size)
-    for variant in options.variants:
+    for variant in losses(options):
 
         def job(variant: str = variant) -> None:
             loss = VARIANTS[variant](network, dtype)
@@ -129,7 +145,7 @@ def timing_job(options: Any, store: Store, name: str, dtype: str) -> Callable[[]
 
     def job() -> None:
         steps = {
-            v: timings.jax_step(VARIANTS[v](network, dtype), network) for v in options.variants
+            v: timings.jax_step(variants.step(v, network, dtype), network) for v in options.variants
         }
         with contextlib.ExitStack() as stack:
             if options.torch and name in peer.NETWORKS:

@@ -7,15 +7,13 @@ from typing import Any
 
 import jax
 
-from .variants import Loss
-
 Step = Callable[[], float]  # runs once and returns its seconds
 
 
-def jax_step(loss: Loss, network: Any) -> Step:
+def jax_step(value_and_grad: Callable[..., Any], network: Any) -> Step:
     """Returns a step of loss and gradients, compiled."""
     params, batch = network.values()
-    differentiate = jax.jit(jax.value_and_grad(loss))
+    differentiate = jax.jit(value_and_grad)
 
     def step() -> float:
         start = time.perf_counter()

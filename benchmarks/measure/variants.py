@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 import mpjax
@@ -10,6 +11,8 @@ from mpjax._jaxpr.op_rules import OP_RULES, OpClass
 
 Loss = Callable[[Any, Any], Any]
 POLICIES = {"bf16": "bf16-mixed", "f16": "16-mixed"}
+INSIDE = "gradient inside"
+"""Autocast around the gradient too. Its loss is that of "autocast": it is compiled and timed."""
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 
 
@@ -55,14 +58,22 @@ def float8(network: Any, dtype: str) -> Loss:
     return mpjax.autocast(network.loss, mpjax.QuantizedPolicy(POLICIES[dtype], "float8"))
 
 
+def step(variant: str, network: Any, dtype: str) -> Callable[..., Any]:
+    """Returns the value and the gradient of a variant's loss, as a function of `params, batch`."""
+    if variant == INSIDE:
+        return mpjax.autocast(jax.value_and_grad(network.loss), POLICIES[dtype])
+    return jax.value_and_grad(VARIANTS[variant](network, dtype))
+
+
 VARIANTS: dict[str, Callable[[Any, str], Loss]] = {
     "f32": f32,
     "hand-cast": hand_cast,
     "hand-cast cuDNN": hand_cast_cudnn,
     "autocast": autocast,
+    INSIDE: autocast,
     "widest": widest,
     "products only": products_only,
     "int8": int8,
     "float8": float8,
 }
-ANYWHERE = [name for name in VARIANTS if name != "hand-cast cuDNN"]
+ANYWHERE = [name for name in VARIANTS if name not in ("hand-cast cuDNN", INSIDE)]
