@@ -9,12 +9,14 @@ group that is recomputed in the backward pass saves nothing but its low inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mpjax._autocast import speed
+from mpjax._autocast.arrange import again
 from mpjax._autocast.arrange.plan import PlanStep
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.known import scopes, traits
+from mpjax._autocast.known import scopes
 from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
 from mpjax._jaxpr import structure
@@ -45,9 +47,13 @@ def schedule(
         cuts |= more  # splits a group, which may put another value between two groups
         levels = _levels(jaxpr, fused, cuts)
     components = _components(jaxpr, fused, levels, cuts)
-    outside = _read_outside(jaxpr, components)
+    repeated = again.of(jaxpr, components)
+    outside = _read_outside(jaxpr, components, repeated)
     returned = _returned(jaxpr, out_states)
-    made = [(i, _group(jaxpr, i, outside, states, returned)) for i in components]
+    made = [
+        (i, _group(jaxpr, i, more.members, outside, states, returned))
+        for i, more in zip(components, repeated, strict=True)
+    ]
     grouped = [(indices, group) for indices, group in made if group is not None]
     alone = [i for i, is_fused in enumerate(fused) if not is_fused]
     # At one level: groups (0), then equations alone (1), each in the program's order.
@@ -58,7 +64,11 @@ def schedule(
         alone += indices if group is None else ()
     eqns = [jaxpr.eqns[i] for i in alone]
     marked = speed.marked(jaxpr, [g for _, g in grouped], eqns, stored, states)
-    steps = [PlanStep(i, group) for (i, _), group in zip(grouped, marked, strict=True)]
+    apart = {i[0]: more.apart for i, more in zip(components, repeated, strict=True)}
+    steps = [
+        PlanStep(i, group._replace(marks=replace(group.marks, behind=apart[i[0]])))
+        for (i, _), group in zip(grouped, marked, strict=True)
+    ]
     steps += [PlanStep([i]) for i in alone]
     return sorted(steps, key=lambda step: order[step.members[0]])
 
@@ -119,7 +129,8 @@ def _cuts(
     logsumexp of unrounded logits, less one rounded logit, could be negative.
 
     No cut is made for a backward pass that only multiplies by the value, as by `0.5 * (1 + tanh)`
-    of a GELU: the forward pass then gives what it gives without one.
+    of a GELU: the forward pass then gives what it gives without one. See `again` for what a
+    backward pass reads instead.
     """
     made: dict[Any, int] = {}
     forward: set[Any] = set()
@@ -127,13 +138,12 @@ def _cuts(
     later: set[Any] = set()
     for i, read in enumerate(structure.operands(jaxpr)):
         eqn, level, is_backward = jaxpr.eqns[i], levels[i], scopes.is_transposed(jaxpr.eqns[i])
-        multiplies = is_backward and eqn.primitive.name in traits.SCALES
         for v in made.keys() & read:
             if not fused[i]:
                 later.update({v} - multiplied)
             elif made[v] == level:
                 here.add(v)
-            elif not (multiplies and v in forward):
+            elif not (is_backward and v in forward and again.only_multiplies(eqn, v)):
                 later.add(v)
         low = [v for v in eqn.outvars if fused[i] and states[v].kind == Kind.LOW]
         made.update(dict.fromkeys(low, level))
@@ -171,17 +181,18 @@ def _components(
     return list(components.values())
 
 
-def _read_outside(jaxpr: Jaxpr, components: list[list[int]]) -> set[Any]:
-    """Returns the variables that are read outside the group that makes them."""
-    group = {i: k for k, indices in enumerate(components) for i in indices}
-    maker: dict[Any, int | None] = {}
+def _read_outside(
+    jaxpr: Jaxpr, components: list[list[int]], repeated: Sequence[again.RunAgain]
+) -> set[Any]:
+    """Returns the variables that are read outside of the groups that make them."""
+    reads = list(structure.operands(jaxpr))
     outside: set[Any] = set()
-    for i, (eqn, read) in enumerate(zip(jaxpr.eqns, structure.operands(jaxpr), strict=True)):
-        mine = group.get(i)
-        for v in read:
-            if mine is None or maker.get(v, mine) != mine:
-                outside.add(v)
-        maker.update(dict.fromkeys(eqn.outvars, mine))
+    for i in set(range(len(reads))).difference(*components):
+        outside.update(reads[i])
+    for indices, more in zip(components, repeated, strict=True):
+        members = (*indices, *more.members)
+        made = {v for i in members for v in jaxpr.eqns[i].outvars}
+        outside.update(v for i in members for v in reads[i] if v not in made)
     return outside
 
 
@@ -199,22 +210,28 @@ def _returned(jaxpr: Jaxpr, out_states: Sequence[State]) -> dict[Any, tuple[bool
 def _group(
     jaxpr: Jaxpr,
     indices: list[int],
+    repeated: frozenset[int],
     outside: set[Any],
     states: dict[Any, State],
     returned: dict[Any, tuple[bool, bool]],
 ) -> FusedGroup | None:
-    """Returns a group of equations; None for moves, which run one by one."""
-    eqns = [jaxpr.eqns[i] for i in indices]
-    if all(only_moves(eqn) for eqn in eqns):  # moves do not round: they need no float32
+    """Returns a group of equations, and of others that it repeats; None for moves alone.
+
+    Moves run one by one: they do not round, and need no float32.
+    """
+    own = [jaxpr.eqns[i] for i in indices]
+    if all(only_moves(eqn) for eqn in own):
         return None
-    made = {v for eqn in eqns for v in eqn.outvars}
-    inputs = dict.fromkeys(
-        v for eqn in eqns for v in eqn.invars if not compat.is_literal(v) and v not in made
-    )
+    made = {v for eqn in own for v in eqn.outvars}
     outputs = {v: returned[v] for v in made & returned.keys()}
     for v in made & outside:
         low, full = outputs.get(v, (False, False))
         is_low = states[v].kind == Kind.LOW
         outputs[v] = (low or is_low, full or not is_low)
-    ordered = tuple((v, *outputs[v]) for eqn in eqns for v in eqn.outvars if v in outputs)
+    ordered = tuple((v, *outputs[v]) for eqn in own for v in eqn.outvars if v in outputs)
+    eqns = [jaxpr.eqns[i] for i in sorted((*indices, *repeated))]
+    made.update(v for eqn in eqns for v in eqn.outvars)
+    inputs = dict.fromkeys(
+        v for eqn in eqns for v in eqn.invars if not compat.is_literal(v) and v not in made
+    )
     return FusedGroup(tuple(eqns), tuple(inputs), ordered)

@@ -177,7 +177,10 @@ class Interpreter:
         if group.marks.native:
             self.run_native(plan, group, env)
             return
-        arrays = [env[v].made for v in group.inputs]
+        arrays = [
+            speed.behind_barrier(env[v].made) if v in group.marks.behind else env[v].made
+            for v in group.inputs
+        ]
         forms = iter(self.functions.run(plan, group, arrays))
         for var, is_low, is_full in group.outputs:
             low = next(forms) if is_low else None

@@ -36,6 +36,7 @@ class Marks:
     rows: Any = None  # the input of a softmax of rows, which forward and backward each read
     passed: Any = None  # the input of a softmax or a loss in several kernels, one a pass
     stored: frozenset[Any] = frozenset()  # outputs that a GPU stores low for all their readers
+    behind: frozenset[Any] = frozenset()  # inputs of what is computed again, behind a barrier
 
     def numbered(self, number: dict[Any, int]) -> tuple[Any, ...]:
         """Returns the marks with numbers in place of variables: equal for equal groups."""

@@ -15,6 +15,7 @@ import pytest
 from _differential import equations
 from _planned import Action, Planned
 from _samples import normal
+from _small import distance
 from jax import lax
 
 import mpjax
@@ -114,6 +115,8 @@ def _attends(x, up, down):
 
 BLOCKS = {
     **{name: lambda x, up, down, f=f: f(x @ up) @ down for name, f in ACTIVATIONS.items()},
+    "a silu behind a bias": lambda x, up, down: jax.nn.silu(x @ up + 0.1) @ down,
+    "a gelu behind a bias": lambda x, up, down: jax.nn.gelu(x @ up + 0.1) @ down,
     "a gelu behind a norm": lambda x, up, down: x + jax.nn.gelu(jax.nn.standardize(x) @ up) @ down,
     "swiglu": _swiglu,
     "attention": _attends,
@@ -136,6 +139,48 @@ def test_law_of_derivatives_a_ratio_to_an_earlier_call_is_1(name, policy):
     old = jax.jit(mpjax.autocast(log_probabilities, policy))(NET, X_OF_A_NET)
     inside = mpjax.autocast(jax.value_and_grad(loss, has_aux=True), policy)
     np.testing.assert_allclose(jax.jit(inside)(NET, X_OF_A_NET, old)[0][1], 1, atol=1e-5)
+
+
+def _groups(loss):
+    plan = Planned(jax.value_and_grad(loss), NET, X_OF_A_NET).plan
+    return [step.group for step in plan.steps if step.group is not None]
+
+
+def _repeats(group, others):
+    theirs = {id(eqn) for other in others if other is not group for eqn in other.eqns}
+    return any(id(eqn) in theirs for eqn in group.eqns)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "exact gelu", "sine"])
+def test_an_activation_stores_its_result_alone_for_the_backward_pass(name):
+    """Its derivative is computed again from what the activation read."""
+
+    def loss(net, x):
+        up, down, head = net
+        return jnp.mean((ACTIVATIONS[name](x @ up + 0.1) @ down @ head) ** 2)
+
+    first, *_, last = groups = _groups(loss)
+    assert [(low, full) for _, low, full in first.outputs] == [(True, False)]
+    assert _repeats(last, groups)
+
+
+def test_a_group_that_compares_computes_nothing_again():
+    """Another kernel may give another last bit: no element would equal the stored maximum."""
+
+    def loss(net, x):
+        up, down, _ = net
+        values = jax.nn.gelu(x @ up + 0.1).reshape(16, 4, 8)
+        return jnp.mean(jax.nn.gelu(values.max(1)) @ down[:8])
+
+    groups = _groups(loss)
+    comparing = [g for g in groups if any(eqn.primitive.name == "eq" for eqn in g.eqns)]
+    assert comparing
+    assert not any(_repeats(g, groups) for g in comparing)
+    right, got = (
+        jax.jit(fun)(NET, X_OF_A_NET)[1]
+        for fun in (jax.grad(loss), mpjax.autocast(jax.grad(loss), "bf16-mixed"))
+    )
+    assert distance(got, right) < 0.01
 
 
 @pytest.mark.parametrize("name", ["gelu", "exact gelu"])
