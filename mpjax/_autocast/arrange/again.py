@@ -20,6 +20,8 @@ from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import only_moves
 from mpjax._jaxpr.sizes import is_float32, size
 
+_MOST = 128
+"""More equations would take longer to compute again than to read; an activation has 20."""
 _SMALLER = 16
 """A statistic with 1/16 of the elements of another value costs next to nothing to store."""
 
@@ -59,6 +61,11 @@ class _ForwardPass:
         for k, places in enumerate(components):
             if not all(only_moves(jaxpr.eqns[i]) for i in places):  # such run one by one
                 self.group |= dict.fromkeys(places, k)
+        made = [[jaxpr.eqns[i] for i in places] for places in components]
+        self.largest = [max(size(v.aval.shape) for e in eqns for v in e.outvars) for eqns in made]
+        self.takes_part = [any(map(scopes.is_transposed, eqns)) for eqns in made]  # in backward
+        # Whether XLA would take what is computed again for the first computation of a group.
+        self.is_apart = list(map(speed.kept_apart, made))
         self.stored = {v for v in jaxpr.outvars if not compat.is_literal(v)}
         for i, read in enumerate(self.reads):
             k = self.group.get(i)
@@ -80,7 +87,8 @@ class _ForwardPass:
                     if self.is_repeated(v, k):
                         self.collect(self.maker[v], members, apart)
         # Computed again by another kernel, no element need be equal to a maximum that was stored.
-        if any(_compares(self.eqns[i]) for i in (*members, *self.components[k])):
+        compares = any(_compares(self.eqns[i]) for i in (*members, *self.components[k]))
+        if compares or len(members) > _MOST:
             return NOTHING
         return RunAgain(frozenset(members), frozenset(apart))
 
@@ -89,31 +97,35 @@ class _ForwardPass:
         of = self.group_of(v)
         if of is None or of == k or v in self.stored or not is_float32(v):
             return False
-        places = self.components[of]
-        if any(self.backward[i] for i in places) or self.is_small(v, of):
+        if self.takes_part[of] or self.is_small(v, of):
             return False
-        return self.eqns[places[0]].ctx == self.eqns[self.components[k][0]].ctx
+        first, other = (self.eqns[self.components[i][0]] for i in (of, k))
+        return first.ctx == other.ctx
 
     def is_small(self, v: Any, of: int) -> bool:
         """Whether a value is as small as a statistic of what its group computes."""
-        made = (out for i in self.components[of] for out in self.eqns[i].outvars)
-        return size(v.aval.shape) * _SMALLER <= max(size(out.aval.shape) for out in made)
+        return size(v.aval.shape) * _SMALLER <= self.largest[of]
 
-    def collect(self, place: int, members: set[int], apart: set[Any]) -> None:
+    def collect(self, last: int, members: set[int], apart: set[Any]) -> None:
         """Adds an equation, and those of its group that made what it reads."""
-        if place in members:
-            return
-        members.add(place)
-        of = self.group[place]
-        is_apart = speed.kept_apart([self.eqns[i] for i in self.components[of]])
-        for v in self.reads[place]:
-            made = self.maker.get(v)
-            if made is not None and self.group.get(made) == of:
-                is_statistic = self.eqns[made].primitive.name in traits.STATISTIC
-                if not (is_statistic and is_float32(v) and self.is_small(v, of)):
-                    self.collect(made, members, apart)
-            elif made is not None and is_apart and is_float32(v):
-                apart.add(v)
+        of, places = self.group[last], [last]
+        while places:
+            place = places.pop()
+            if place in members:
+                continue
+            members.add(place)
+            for v in self.reads[place]:
+                made = self.maker.get(v)
+                if made is None:
+                    continue
+                if self.group.get(made) != of:
+                    apart.update([v] if is_float32(v) and self.is_apart[of] else ())
+                elif not (_is_statistic(self.eqns[made]) and self.is_small(v, of)):
+                    places.append(made)
+
+
+def _is_statistic(eqn: Eqn) -> bool:
+    return eqn.primitive.name in traits.STATISTIC
 
 
 def _compares(eqn: Eqn) -> bool:
