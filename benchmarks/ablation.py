@@ -18,7 +18,7 @@ import jax
 from measure import compiled, machine, tables, targets
 from measure.options import words
 from measure.store import Store
-from measure.variants import DTYPES, VARIANTS
+from measure.variants import DTYPES, value_and_grad
 from networks import JUDGES, NETWORKS, SIZES
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -58,7 +58,7 @@ class Ablation:
         """Compiles a variant, unless leaving out a hint changed nothing."""
         without = hints.without(hint) if hint else contextlib.nullcontext()
         with without:
-            step = jax.value_and_grad(VARIANTS[variant](self.network, self.dtype))
+            step = value_and_grad(variant, self.network, self.dtype)
             args = (self.network.params, self.network.batch)
             text = lowered(step, self.target, *args)
             if hint and text == self.text:

@@ -17,21 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from measure import (
-    compiled,
-    elsewhere,
-    errors,
-    jaxprs,
-    machine,
-    peer,
-    tables,
-    targets,
-    timings,
-    variants,
-)
+from measure import compiled, elsewhere, errors, jaxprs, machine, peer, tables, targets, timings
 from measure.options import words
 from measure.store import Store
-from measure.variants import ANYWHERE, DTYPES, VARIANTS
+from measure.variants import ANYWHERE, DTYPES, INSIDE, VARIANTS, value_and_grad
 from networks import NETWORKS, SIZES, Network
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -90,7 +79,7 @@ def jobs(options: argparse.Namespace, store: Store) -> Iterator[Job]:
 
 def losses(options: argparse.Namespace) -> list[str]:
     """Returns the variants that differ by their loss."""
-    return [v for v in options.variants if v != variants.INSIDE]
+    return [v for v in options.variants if v != INSIDE]
 
 
 def residual_jobs(options: Any, store: Store, name: str, dtype: str) -> Iterator[Job]:
@@ -115,7 +104,7 @@ def count_jobs(options: Any, store: Store, name: str, dtype: str, target: str) -
     for turn, variant in taking_turns:
 
         def job(turn: int = turn, variant: str = variant) -> None:
-            step = variants.step(variant, network, dtype)
+            step = value_and_grad(variant, network, dtype)
             device = targets.get_target(target)
             found = compiled.compile_for(step, device, network.params, network.batch)
             row = {**vars(found), "total_s": found.total_s, "repeats": turn + 1}
@@ -145,7 +134,8 @@ def timing_job(options: Any, store: Store, name: str, dtype: str) -> Callable[[]
 
     def job() -> None:
         steps = {
-            v: timings.jax_step(variants.step(v, network, dtype), network) for v in options.variants
+            v: timings.jax_step(value_and_grad(v, network, dtype), network)
+            for v in options.variants
         }
         with contextlib.ExitStack() as stack:
             if options.torch and name in peer.NETWORKS:

@@ -58,8 +58,8 @@ def float8(network: Any, dtype: str) -> Loss:
     return mpjax.autocast(network.loss, mpjax.QuantizedPolicy(POLICIES[dtype], "float8"))
 
 
-def step(variant: str, network: Any, dtype: str) -> Callable[..., Any]:
-    """Returns the value and the gradient of a variant's loss, as a function of `params, batch`."""
+def value_and_grad(variant: str, network: Any, dtype: str) -> Callable[..., Any]:
+    """Returns the value and the gradient of a variant's loss: a function of `params, batch`."""
     if variant == INSIDE:
         return mpjax.autocast(jax.value_and_grad(network.loss), POLICIES[dtype])
     return jax.value_and_grad(VARIANTS[variant](network, dtype))

@@ -1,10 +1,10 @@
-"""What the backward pass of a gradient that the program takes itself computes again.
+"""Backward passes inside a program compute activations again.
 
-JAX's derivatives hand values to the backward pass: of a GELU `0.5 * (1 + tanh(z))`, `3 * z ** 2`
-and others. Stored, even in 16 bits, they take several times the memory of `z`. So a group of the
-backward pass runs the equations again that made them, on what their own group read, as do the
-derivatives that autocast takes (`speed/recompute`). It reads what is stored anyway, and small
-statistics.
+Where the program takes a gradient itself, JAX's derivatives hand values to the backward pass: of a
+GELU `0.5 * (1 + tanh(z))`, `3 * z ** 2` and others. Stored, even in 16 bits, they take several
+times the memory of `z`. So a group of the backward pass runs the equations again that made them, on
+what their own group read, as do the derivatives that autocast takes (`speed/recompute`). It reads
+what is stored anyway, and small statistics.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from mpjax._jaxpr.sizes import is_float32, size
 
 _MOST = 128
 """More equations would take longer to compute again than to read; an activation has 20."""
-_SMALLER = 16
-"""A statistic with 1/16 of the elements of another value costs next to nothing to store."""
 
 
 class RunAgain(NamedTuple):
-    """What a group runs beside its own equations."""
+    """The equations that a group runs beside its own."""
 
     members: frozenset[int] = frozenset()  # the places of equations of a forward pass
     apart: frozenset[Any] = frozenset()  # what these read, if XLA would take them for the first
@@ -61,9 +59,9 @@ class _ForwardPass:
         for k, places in enumerate(components):
             if not all(only_moves(jaxpr.eqns[i]) for i in places):  # such run one by one
                 self.group |= dict.fromkeys(places, k)
+        self.takes_part = [any(self.backward[i] for i in places) for places in components]
         made = [[jaxpr.eqns[i] for i in places] for places in components]
-        self.largest = [max(size(v.aval.shape) for e in eqns for v in e.outvars) for eqns in made]
-        self.takes_part = [any(map(scopes.is_transposed, eqns)) for eqns in made]  # in backward
+        self.largest = list(map(speed.largest_size, made))
         # Whether XLA would take what is computed again for the first computation of a group.
         self.is_apart = list(map(speed.kept_apart, made))
         self.stored = {v for v in jaxpr.outvars if not compat.is_literal(v)}
@@ -104,7 +102,7 @@ class _ForwardPass:
 
     def is_small(self, v: Any, of: int) -> bool:
         """Whether a value is as small as a statistic of what its group computes."""
-        return size(v.aval.shape) * _SMALLER <= self.largest[of]
+        return size(v.aval.shape) * speed.SMALLER <= self.largest[of]
 
     def collect(self, last: int, members: set[int], apart: set[Any]) -> None:
         """Adds an equation, and those of its group that made what it reads."""

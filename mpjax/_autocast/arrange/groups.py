@@ -9,7 +9,6 @@ group that is recomputed in the backward pass saves nothing but its low inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from mpjax._autocast import speed
@@ -51,7 +50,7 @@ def schedule(
     outside = _read_outside(jaxpr, components, repeated)
     returned = _returned(jaxpr, out_states)
     made = [
-        (i, _group(jaxpr, i, more.members, outside, states, returned))
+        (i, _group(jaxpr, i, more, outside, states, returned))
         for i, more in zip(components, repeated, strict=True)
     ]
     grouped = [(indices, group) for indices, group in made if group is not None]
@@ -64,11 +63,7 @@ def schedule(
         alone += indices if group is None else ()
     eqns = [jaxpr.eqns[i] for i in alone]
     marked = speed.marked(jaxpr, [g for _, g in grouped], eqns, stored, states)
-    apart = {i[0]: more.apart for i, more in zip(components, repeated, strict=True)}
-    steps = [
-        PlanStep(i, group._replace(marks=replace(group.marks, behind=apart[i[0]])))
-        for (i, _), group in zip(grouped, marked, strict=True)
-    ]
+    steps = [PlanStep(i, group) for (i, _), group in zip(grouped, marked, strict=True)]
     steps += [PlanStep([i]) for i in alone]
     return sorted(steps, key=lambda step: order[step.members[0]])
 
@@ -210,7 +205,7 @@ def _returned(jaxpr: Jaxpr, out_states: Sequence[State]) -> dict[Any, tuple[bool
 def _group(
     jaxpr: Jaxpr,
     indices: list[int],
-    repeated: frozenset[int],
+    repeated: again.RunAgain,
     outside: set[Any],
     states: dict[Any, State],
     returned: dict[Any, tuple[bool, bool]],
@@ -229,9 +224,10 @@ def _group(
         is_low = states[v].kind == Kind.LOW
         outputs[v] = (low or is_low, full or not is_low)
     ordered = tuple((v, *outputs[v]) for eqn in own for v in eqn.outvars if v in outputs)
-    eqns = [jaxpr.eqns[i] for i in sorted((*indices, *repeated))]
+    eqns = [jaxpr.eqns[i] for i in sorted((*indices, *repeated.members))]
     made.update(v for eqn in eqns for v in eqn.outvars)
     inputs = dict.fromkeys(
         v for eqn in eqns for v in eqn.invars if not compat.is_literal(v) and v not in made
     )
-    return FusedGroup(tuple(eqns), tuple(inputs), ordered)
+    marks = speed.Marks(behind=repeated.apart)
+    return FusedGroup(tuple(eqns), tuple(inputs), ordered, marks)

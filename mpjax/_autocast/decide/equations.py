@@ -176,12 +176,11 @@ class Decider(Rounding):
 
     def decide_keep(self, eqn: Eqn, operands: Sequence[State]) -> Decision:
         name = eqn.primitive.name
-        floats = [s for v, s in zip(eqn.invars, operands, strict=True) if is_float32(v)]
+        known = zip(eqn.invars, operands, strict=True)
+        floats = [s for v, s in known if is_float32(v) or self.is_spectrum(v)]  # a magnitude
         if hands_on_each(eqn, sorts=True):
             return self.keep(eqn, operands)
         state = floats[0] if floats else states.FOREIGN
-        if any(map(self.is_spectrum, eqn.invars)):  # their magnitude
-            state = states.WIDE
         if state == states.INPUT and name in _ROWS_OR_COPIES:
             state = states.NEUTRAL
         if state.kind == Kind.CONSTANT:

@@ -151,11 +151,11 @@ def _of_operands(
 
 def _of_call(eqn: Eqn, outs: list[int], others: Others, known: facts.Facts) -> list[int]:
     is_function, full = fusible.is_fusible_function(eqn), others.full
+    later = functools.reduce(operator.or_, outs, 0) & (LATER | FORWARD)
     if is_function and full and fusible.operations(eqn) & full:
-        later = functools.reduce(operator.or_, outs, 0) & (LATER | FORWARD)
         return [later | RUINED] * len(eqn.invars)
     if is_in_a_derivative(eqn):
-        return [functools.reduce(operator.or_, outs, 0) & (LATER | FORWARD)] * len(eqn.invars)
+        return [later] * len(eqn.invars)
     reads = control.operand_reads(eqn, tuple(outs), Inner(eqn, others, known))
     return _of_activation(eqn, outs, reads) if is_function and is_activation(eqn) else reads
 

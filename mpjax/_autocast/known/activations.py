@@ -73,16 +73,16 @@ def _is_named(program: Any, name: str) -> bool:
 
 @functools.cache
 def _forms(name: str) -> list[tuple[Any, inspect.Signature]]:
-    """Returns what `jax.nn` has under a name, under `jit`, which remembers what it traced."""
-    forms = [getattr(jax.nn, name)] if hasattr(jax.nn, name) else []
-    forms += [_IN_DERIVATIVES[name]] if name in _IN_DERIVATIVES else []
+    """Returns what JAX has under a name, under `jit`, which remembers what it traced."""
+    known = getattr(jax.nn, name, None) or _IN_DERIVATIVES.get(name)
+    forms = [] if known is None else [known]
     if name == "gelu":
         forms = [functools.partial(jax.nn.gelu, approximate=a) for a in (True, False)]
     return [(jax.jit(form), inspect.signature(form)) for form in forms]
 
 
 def _references(name: str, args: list[Any]) -> Iterator[Any]:
-    """Yields the programs that `jax.nn` has under a name, for arguments of these types."""
+    """Yields the programs that JAX has under a name, for arguments of these types."""
     for form, signature in _forms(name):
         try:
             signature.bind(*args)

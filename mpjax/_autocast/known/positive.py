@@ -11,8 +11,8 @@ from mpjax._autocast.known.fact_flags import CONSTANT, EITHER, NEGATED, POSITIVE
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES
 
-_TURN_NO_SIGN = MOVES - {"neg", "sign"} | traits.JOINS | traits.SCALES | {"add", "add_any", "min"}
-_OF_ALL = _TURN_NO_SIGN | {"reduce_sum", "reduce_max", "reduce_min", "psum", "convert_element_type"}
+_OTHERS = "add add_any min reduce_sum reduce_max reduce_min psum convert_element_type"
+_OF_ALL = MOVES - {"neg", "sign"} | traits.JOINS | traits.SCALES | frozenset(_OTHERS.split())
 """Their results are 0 or more if all operands are."""
 
 
@@ -39,7 +39,7 @@ def is_so(fact: Any) -> bool:
 
 
 def _is_square(eqn: Eqn) -> bool:
-    """Whether an operation multiplies a value by itself: `x * x`, `x ** 4`, `vdot(x, x)`."""
+    """Whether an operation multiplies a value by itself: `x * x`, `x ** 4`, `row @ row`."""
     if eqn.primitive.name == "integer_pow":
         return eqn.params["y"] % 2 == 0
     is_to_one = eqn.primitive.name == "dot_general" and not eqn.outvars[0].aval.shape

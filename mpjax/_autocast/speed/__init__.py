@@ -17,18 +17,20 @@ from mpjax._autocast.speed.exact import is_exact
 from mpjax._autocast.speed.exact import run as native
 from mpjax._autocast.speed.hints import hint
 from mpjax._autocast.speed.lowerings import behind_barrier, read_low, stored, stored_cotangent
-from mpjax._autocast.speed.marks import FusedGroup, low_cotangent
+from mpjax._autocast.speed.marks import FusedGroup, Marks, low_cotangent
 from mpjax._autocast.speed.marks import of_groups as marked
 from mpjax._autocast.speed.order import smaller_first
 from mpjax._autocast.speed.permuted import mark_permutations
 from mpjax._autocast.speed.picks import run as pick
 from mpjax._autocast.speed.pooled import bind as bind_pooled
 from mpjax._autocast.speed.recompute import recomputed
-from mpjax._autocast.speed.storage import kept_apart
+from mpjax._autocast.speed.storage import SMALLER, kept_apart, largest_size
 from mpjax._autocast.speed.ways import Ways
 
 __all__ = [
+    "SMALLER",
     "FusedGroup",
+    "Marks",
     "Ways",
     "alone",
     "batch_counted_rows",
@@ -38,6 +40,7 @@ __all__ = [
     "hint",
     "is_exact",
     "kept_apart",
+    "largest_size",
     "low_cotangent",
     "mark_permutations",
     "marked",

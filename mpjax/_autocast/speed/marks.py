@@ -91,10 +91,11 @@ def of_groups(
 def _of_group(
     group: FusedGroup, convolved: set[Any], twice: set[Any], states: dict[Any, State]
 ) -> Marks:
-    """Returns the marks of one group, without those that depend on other groups."""
+    """Returns a group's marks with those that do not depend on other groups."""
     eqns, inputs, outputs, _ = group
     repeated = (eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "broadcast_in_dim")
-    marks = Marks(
+    marks = replace(
+        group.marks,
         checkpoint=_worth_checkpoint(eqns, inputs, outputs, states),
         native=_is_native(eqns, outputs, states),
         repeated=frozenset(repeated),

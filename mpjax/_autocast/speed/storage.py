@@ -54,7 +54,7 @@ def activated(eqns: Sequence[Eqn]) -> dict[Any, bool]:
     )
     if not affine and not any(map(ends_a_kernel, eqns)):
         return {}
-    largest = _largest(eqns)
+    largest = largest_size(eqns)
     origins: dict[Any, Any] = {}  # for a function of one value, that value
     made = {v for eqn in eqns for v in eqn.outvars}
     read = {v for eqn in eqns for v in eqn.invars if not compat.is_literal(v)} - made
@@ -92,7 +92,7 @@ def summed_apart(eqns: Sequence[Eqn]) -> set[Any]:
         for eqn in eqns
         if eqn.primitive.name == "broadcast_in_dim"
     }
-    largest = _largest(eqns)
+    largest = largest_size(eqns)
     shapes: dict[Any, Any] = {}
     for eqn in eqns:
         for v in eqn.invars if eqn.primitive.name in traits.ADDS else ():
@@ -127,7 +127,8 @@ def added_to_convolutions(
     return frozenset(eqn.outvars[0] for eqn in sums)
 
 
-def _largest(eqns: Sequence[Eqn]) -> int:
+def largest_size(eqns: Sequence[Eqn]) -> int:
+    """Returns how many elements the largest result of some equations has."""
     return max(size(v.aval.shape) for eqn in eqns for v in eqn.outvars)
 
 
@@ -172,7 +173,8 @@ def kept_apart(eqns: Sequence[Eqn]) -> bool:
     """
     if any(map(takes_a_statistic, eqns)):
         return False
-    large = [eqn for eqn in eqns if size(eqn.outvars[0].aval.shape) * SMALLER > _largest(eqns)]
+    largest = largest_size(eqns)
+    large = [eqn for eqn in eqns if size(eqn.outvars[0].aval.shape) * SMALLER > largest]
     others = [eqn for eqn in large if eqn.primitive.name not in traits.SCALES]
     return not all(linear.keeps_a_mask_at_most(eqn, {}) for eqn in others)
 
