@@ -8,7 +8,7 @@ its result.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from mpjax._jaxpr.binding import bind, evaluate
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.rule_traces import RuleTrace
+
+_COMPARISONS = traits.CHOOSES & traits.LOOKS & traits.FUSIBLE
+"""Compare elements, or ask whether they are finite."""
 
 
 def is_exact(eqn: Eqn, dtype: Any) -> bool:
@@ -47,8 +50,30 @@ def _is_exact_program(jaxpr: Any, dtype: Any) -> bool:
 
 
 def _constants_fit(eqn: Eqn, dtype: Any) -> bool:
+    """Whether constants may be rounded. A threshold may not: 0.1 is less than bfloat16's 0.1."""
     literals = [v for v in eqn.invars if compat.is_literal(v) and v.aval.dtype == FLOAT32]
-    return all(np.ndim(v.val) == 0 and keeps(dtype, float(v.val)) for v in literals)
+    if any(np.ndim(v.val) or not keeps(dtype, float(v.val)) for v in literals):
+        return False
+    is_exact = eqn.primitive.name not in _COMPARISONS
+    return is_exact or all(np.asarray(v.val, dtype) == v.val for v in literals)
+
+
+def compared(eqn: Eqn, stored: Mapping[Any, Any]) -> list[Any]:
+    """Returns the operands of a comparison of stored low values, else an empty list.
+
+    Widened first, XLA:GPU would compare what was rounded to them, and store or compute that again.
+
+    Args:
+      eqn: an equation.
+      stored: arrays in the dtypes in which they are stored, by variable.
+    """
+    read = compat.variables(eqn)
+    if eqn.primitive.name not in _COMPARISONS or not read or not stored.keys() >= set(read):
+        return []
+    dtype, *others = {stored[v].dtype for v in read}
+    if others or dtype == read[0].aval.dtype or not _constants_fit(eqn, dtype):
+        return []
+    return [jnp.asarray(v.val, dtype) if compat.is_literal(v) else stored[v] for v in eqn.invars]
 
 
 def run(eqn: Eqn, values: Sequence[Any], dtype: Any) -> list[Any]:

@@ -101,7 +101,9 @@ _low_once_p = own_primitive("cotangent_stored_low")
 
 
 @hint("stored_cotangent", lambda x, _, **__: x)
-def stored_cotangent(x: jax.Array, dtype: Any, *, apart: bool | None) -> jax.Array:
+def stored_cotangent(
+    x: jax.Array, dtype: Any, *, apart: bool | None, is_one: bool = False
+) -> jax.Array:
     """Returns a float32 value whose cotangent is read more than once, and stored low.
 
     On a GPU and a TPU all its readers read the low cotangent; else XLA would store it in float32.
@@ -113,7 +115,10 @@ def stored_cotangent(x: jax.Array, dtype: Any, *, apart: bool | None) -> jax.Arr
         that of `x @ w + b`, which is stored in any case as an operand of the next product. False
         for that of a normalised value: the kernel that computes it may sum it too. None: a TPU
         alone stores it low.
+      is_one: whether `x` is a cotangent itself, of a gradient that the program takes.
     """
+    if is_one:
+        return _low_once_p.bind(x, dtype=dtype, apart=apart)
     return _cotangent_p.bind(x, dtype=dtype, apart=apart)
 
 

@@ -37,6 +37,7 @@ class Marks:
     passed: Any = None  # the input of a softmax or a loss in several kernels, one a pass
     stored: frozenset[Any] = frozenset()  # outputs that a GPU stores low for all their readers
     behind: frozenset[Any] = frozenset()  # inputs of what is computed again, behind a barrier
+    summed: frozenset[Any] = frozenset()  # low outputs of a backward pass that the group sums too
 
     def numbered(self, number: dict[Any, int]) -> tuple[Any, ...]:
         """Returns the marks with numbers in place of variables: equal for equal groups."""
@@ -99,6 +100,7 @@ def _of_group(
         checkpoint=_worth_checkpoint(eqns, inputs, outputs, states),
         native=_is_native(eqns, outputs, states),
         repeated=frozenset(repeated),
+        summed=storage.summed_cotangents(eqns, outputs),
     )
     if marks.checkpoint:
         activated = storage.activated(eqns)

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.known import norms, traits
+from mpjax._autocast.known import norms, scopes, traits
 from mpjax._autocast.speed import exact, linear
 from mpjax._autocast.speed.centred import Centred
 from mpjax._autocast.speed.hints import hint
@@ -102,6 +102,23 @@ def summed_apart(eqns: Sequence[Eqn]) -> set[Any]:
                 shapes[v] = source.get(v, v.aval.shape)
     first = next(iter(shapes.values()), None)
     return {v for v, shape in shapes.items() if shape != first}
+
+
+def summed_cotangents(
+    eqns: Sequence[Eqn], outputs: Sequence[tuple[Any, bool, bool]]
+) -> frozenset[Any]:
+    """Returns the cotangents that a group of a backward pass stores low for a product, and sums.
+
+    Where a program takes its gradient itself, the cotangent of `x @ w + b` is read by two products
+    and by the sum that is the gradient of `b`, in another kernel.
+    """
+    summed = {
+        v
+        for eqn in eqns
+        if scopes.is_transposed(eqn) and ends_a_kernel(eqn)
+        for v in compat.variables(eqn)
+    }
+    return frozenset(v for v, is_low, is_full in outputs if is_low and not is_full and v in summed)
 
 
 def convolved(jaxpr: Jaxpr) -> set[Any]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from mpjax._autocast.decide.states import State
 from mpjax._autocast.known import traits
-from mpjax._autocast.speed import centred, curves, lowerings, moves, passes, picks
+from mpjax._autocast.speed import centred, curves, exact, lowerings, moves, passes, picks
 from mpjax._autocast.speed.curves import widened
 from mpjax._autocast.speed.marks import FusedGroup, low_cotangent, stored_dtype
 from mpjax._base import compat
@@ -116,8 +116,12 @@ class Running:
         local = self._passing.read(eqn, self._local)
         with written_at(eqn, self._ways.around):
             values = self._ways.centres.run(eqn, local, self._marks.dear)
-            operands = [] if values else self._operands(eqn, local)
-            return values or self._picking.run(eqn, operands) or bound(eqn, operands)
+            if values:
+                return values
+            if low := exact.compared(eqn, self._given):
+                return bind(eqn, low)
+            operands = self._operands(eqn, local)
+            return self._picking.run(eqn, operands) or bound(eqn, operands)
 
     def _operands(self, eqn: Eqn, local: Mapping[Any, Any]) -> list[Any]:
         values = [a.val if compat.is_literal(a) else local[a] for a in eqn.invars]
@@ -140,6 +144,8 @@ class Running:
             if apart and several:
                 apart = None  # behind a norm: its kernel sums the bias with its scales and shifts
             first = lowerings.stored_cotangent(first, low, apart=apart)
+        if var in self._marks.summed:
+            first = lowerings.stored_cotangent(first, states[var].dtype, apart=True, is_one=True)
         return [first, *others]
 
     def _cut(self, eqn: Eqn, variables: Sequence[Any], values: list[Any]) -> list[Any]:
