@@ -6,9 +6,9 @@ lifted by a marker that gives its reason:
     @pytest.mark.standard_promotion("orbax compares int32 with a Python-typed int64")
     @pytest.mark.no_leak_check("flax keeps the module's scope, tracers included, on the exception")
 
-A law of many like cases is marked `sampled(n)`: `make test` runs one case of n. CI runs these and a
-quarter of the others, another one each day (`--cases`). A test that `make test` leaves to CI alone
-is marked `ci`.
+A law of many like cases is marked `sampled(n)`: `make test` runs one case of n. CI runs these and
+an eighth of the others, another one each day (`--cases`). A test that `make test` leaves to CI
+alone is marked `ci`.
 
 What compiles for an accelerator is marked `tpu_compiler` or `gpu_compiler`, and is skipped, saying
 how to get the compiler, where it is not installed.

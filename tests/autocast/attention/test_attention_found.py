@@ -38,6 +38,13 @@ def test_it_is_not_found_there(name):
     assert not attentions(mpjax.autocast(NOT_FOUND[name], "bf16-mixed"), WEIGHTS, X)
 
 
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", FOUND)
+def test_it_is_not_found_where_a_gradient_inside_reads_its_weights(name):
+    gradient = jax.grad(lambda *args: jnp.sum(FOUND[name](*args)))
+    assert not attentions(mpjax.autocast(gradient, "bf16-mixed"), WEIGHTS, X)
+
+
 @pytest.mark.parametrize("policy", ["float32", "tf32"])
 def test_nothing_is_found_where_nothing_is_low(policy):
     fun = functools.partial(mpjax.autocast, FOUND["of_all"])

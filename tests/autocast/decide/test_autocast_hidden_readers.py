@@ -35,6 +35,7 @@ def test_law_of_readers_however_they_are_written(name, inside, dtype):
     assert errors[1] <= limit[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["jit", "checkpoint", "cond", "sort", "psum"])
 @pytest.mark.parametrize("name", NAMES)
 def test_law_of_cutting_readers_however_they_are_written(name, kind):

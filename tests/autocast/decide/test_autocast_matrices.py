@@ -272,6 +272,7 @@ def _errors_by_hand(name, policy):
     return _errors(name, _loss(name, low=LOW[policy]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "way", "policy"), CASES)
 def test_law_of_matrices_the_errors_are_those_of_a_network_cast_by_hand(name, way, policy):
     hand = [max(e, 2**-7) for e in _errors_by_hand(name, policy)]

@@ -66,6 +66,7 @@ def _loss(layer, place):
     return lambda x, w: jnp.sum(layer(PLACES[place](layer)(x, w), w) ** 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("dtype", WEIGHTS)
 @pytest.mark.parametrize("place", PLACES)

@@ -79,3 +79,17 @@ def test_the_program_for_a_gpu_stores_it():
     with_hint = barriers()
     with hints.without("stored_cotangent"):
         assert barriers() == with_hint - 2
+
+
+def turns(w, x):
+    return jnp.sum(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=4)[0] @ w)
+
+
+def test_a_loop_stacks_in_float32_where_the_gradient_is_inside():
+    def stacked(fun):
+        eqns = equations(jax.make_jaxpr(fun)(W, X).jaxpr)
+        made = [v.aval for e in eqns if e.primitive.name == "scan" for v in e.outvars]
+        return [x.dtype.name for x in made if x.shape == (4, *X.shape)]
+
+    assert "float32" in stacked(autocast(jax.grad(turns), "bf16-mixed"))
+    assert stacked(jax.grad(autocast(turns, "bf16-mixed"))).count("float32") == 0
