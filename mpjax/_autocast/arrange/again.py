@@ -20,9 +20,6 @@ from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import only_moves
 from mpjax._jaxpr.sizes import is_float32, size
 
-_MOST = 128
-"""More equations would take longer to compute again than to read; an activation has 20."""
-
 
 class RunAgain(NamedTuple):
     """The equations that a group runs beside its own."""
@@ -86,7 +83,7 @@ class _ForwardPass:
                         self.collect(self.maker[v], members, apart)
         # Computed again by another kernel, no element need be equal to a maximum that was stored.
         compares = any(_compares(self.eqns[i]) for i in (*members, *self.components[k]))
-        if compares or len(members) > _MOST:
+        if compares or len(members) > speed.MOST_AGAIN:
             return NOTHING
         return RunAgain(frozenset(members), frozenset(apart))
 

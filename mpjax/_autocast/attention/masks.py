@@ -37,7 +37,7 @@ class Mask:
 
 
 ALL = Mask()
-_MOST = 500  # operations of a mask that are looked at; a longer one is an array
+_MOST = 100  # operations of a mask that are looked at; a longer one is an array
 
 
 class MaskReader:

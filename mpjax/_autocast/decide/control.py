@@ -32,11 +32,12 @@ from mpjax._autocast.decide.read_flags import (
     WHOLE,
 )
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.known import chains, iterations, ways
+from mpjax._autocast.known import iterations, ways
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 
 _MAX_PASSES = 8
+_ANY_NUMBER = 2**31
 _NEXT_TURN = UNROUNDED | ABSOLUTE | SOLUTION | RELATIVE | PROPORTION | LATER | FORWARD
 """Flags that the next turn of a loop sets of a carry hold for the turn that leaves it."""
 
@@ -259,9 +260,10 @@ def carry_reads(
     """
     by_test = tested or (0,) * part.carries
     ends = tuple(r & ~AT_THE_END | t for r, t in zip(out_reads, by_test, strict=False))
-    if _has_many_turns(eqn):
-        iterated = iterations.linear(part.program, part.carried.start, part.carries)
-        ends = tuple(r | SOLUTION if i else r for r, i in zip(ends, iterated, strict=True))
+    turns = _most_turns(eqn)
+    if turns >= iterations.LEAST:
+        long = iterations.least_turns(part.program, part.carried.start, part.carries)
+        ends = tuple(r | SOLUTION if turns >= n else r for r, n in zip(ends, long, strict=True))
     while True:
         carried = inner_reads(part, (*ends, *out_reads[part.carries :]))[part.carried]
         more = tuple(r | c & _NEXT_TURN for r, c in zip(ends, carried, strict=True))
@@ -270,7 +272,7 @@ def carry_reads(
         ends = more
 
 
-def _has_many_turns(eqn: Eqn) -> bool:
-    """Whether a loop may have many turns: a `while`, or one whose length is long, or symbolic."""
+def _most_turns(eqn: Eqn) -> float:
+    """Returns how many turns a loop may have: any number for a `while`, or a symbolic length."""
     length = eqn.params.get("length")
-    return not isinstance(length, int) or length >= chains.MANY
+    return length if isinstance(length, int) else _ANY_NUMBER

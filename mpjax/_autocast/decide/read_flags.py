@@ -64,7 +64,7 @@ a linear iteration, whose errors the next turns multiply.
 RELATIVE = 1 << 26
 """A logarithm reads what a product makes of it: small elements count as much as large ones."""
 SMALL = 1 << 27
-"""A product by a rotation, or by constants of few columns."""
+"""A product by a rotation, by constants of few columns, or into few cells."""
 
 DIVIDED = 1 << 29
 """A product is divided by a sum of its weights, however small these are: float16 holds none that

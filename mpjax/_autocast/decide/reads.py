@@ -225,7 +225,7 @@ def _of_product(eqn: Eqn, out_read: int, later: int) -> list[int]:
     relative = RELATIVE if out_read & (NEAR | RELATIVE) else 0
     if flag := of_losses.keeps_from_low(out_read):
         small = flag == SMALL and not out_read & NEAR
-        kept = NEAR if small else RUINED | flag & SOLUTION
+        kept = NEAR if small else RUINED | out_read & SOLUTION
         return [later | relative | kept] * len(eqn.invars)
     if reasons.as_written(eqn) or scopes.is_as_written(eqn):
         return [later] * len(eqn.invars)

@@ -76,7 +76,9 @@ _OF_PRODUCTS = {
         f"beside a solve, a linear iteration or a spectrum, where errors grow: float32{_CAST}",
         By.READER,
     ),
-    read_flags.SMALL: Reason(f"by a rotation, or by constants of few columns: float32{_CAST}"),
+    read_flags.SMALL: Reason(
+        f"by a rotation, by constants of few columns, or into few cells: float32{_CAST}"
+    ),
 }
 MEETS = Reason("its gradients, of which a loop, a sort or a rule gives one, add up in float32")
 MAXIMUM = Reason("the maximum of float32 rows: exp(x - max(x)) is exactly 1 there")

@@ -2,7 +2,8 @@
 
 `matrix_power(m, 64)` is a chain of 64 factors `m`, and `v = r + p @ v`, written out 20 times, is
 one of 20 factors `p`. Nothing in a chain forgets: an error of one factor is multiplied by all later
-ones. The same in a loop is what `iterations` tells.
+ones. The same in a loop is what `iterations` tells. A layer that reads the chain's result reads it
+as any other: its own result is no part of the chain.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def after(eqn: Eqn, operands: Sequence[Any]) -> Chain:
     """Returns the chain of an operation's results, given the facts of its operands."""
     name = eqn.primitive.name
     if name in PRODUCTS:
-        return _few(sum((_factors(f) for f in operands[:2]), Counter()))
+        return _multiplied(*operands[:2])
     others = [f for f in operands if not f.chain]
     if len(others) == len(operands):
         return NONE
@@ -40,6 +41,14 @@ def after(eqn: Eqn, operands: Sequence[Any]) -> Chain:
     if name in traits.SCALES and (len(others) != 1 or others[0].flags & PRODUCT):
         return NONE
     return joined(f.chain for f in operands)
+
+
+def _multiplied(first: Any, second: Any) -> Chain:
+    """Returns the chain of a product. One by a matrix that is no factor of a long chain ends it."""
+    counts = [_factors(f) for f in (first, second)]
+    if counts[0].keys().isdisjoint(counts[1]):
+        counts = [c for c, f in zip(counts, (first, second), strict=True) if not is_long(f.chain)]
+    return _few(sum(counts, Counter()))
 
 
 def joined(several: Iterable[Chain]) -> Chain:

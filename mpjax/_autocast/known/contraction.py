@@ -16,6 +16,8 @@ FEW = 4
 """So few terms are no work for a matrix unit."""
 NARROW = 8
 """A product of so many times fewer columns than terms writes little of what it reads."""
+EXAMPLES = 16
+"""A product of so many times more terms than its result has rows, or columns, writes few cells."""
 MANY = 1 << 30
 """The number of terms where a dimension is symbolic, or where groups decide."""
 
@@ -86,6 +88,14 @@ def is_narrow(eqn: Eqn, operand: int) -> bool:
         return False
     are_known = all(isinstance(n, int) for n in (*columns, read))
     return are_known and math.prod(columns) * NARROW <= read
+
+
+def is_of_few_cells(eqn: Eqn) -> bool:
+    """Whether a `dot_general` adds up many terms, as a whole batch, for few rows and columns."""
+    sides = [free_axes(eqn, operand) for operand in range(2)]
+    if not all(isinstance(n, int) for side in sides for n in side):
+        return False
+    return max(map(math.prod, sides)) * EXAMPLES <= terms(eqn) < MANY
 
 
 def is_product(eqn: Eqn) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpjax._autocast.known import ranges, scopes, terms, totals, traits
 from mpjax._autocast.known import roots as made_of
 from mpjax._autocast.known.fact_flags import CONSTANT, EITHER, OFFSET, PRODUCT, is_data
-from mpjax._autocast.known.facts import Fact, Facts, may_subtract, of_atom
+from mpjax._autocast.known.facts import Fact, Facts, may_subtract, of_atom, summands
 from mpjax._jaxpr.equation import Eqn
 
 
@@ -46,7 +46,7 @@ def is_of_one(eqn: Eqn, facts: Facts) -> bool:
     As `exp(s) - 1 - s`: where a product made `s`, the cotangents of both cancel in its result. Or
     `c[-1] - c`, `c[:, None] - c`.
     """
-    return made_of.meet(*(of_atom(v, facts).roots for v in eqn.invars))
+    return made_of.meet(*(of_atom(v, facts).roots for v in summands(eqn)))
 
 
 def is_weighted_mean(eqn: Eqn, facts: Facts) -> bool:
@@ -76,7 +76,11 @@ def _sums_of_weights(fact: Fact) -> list[terms.Term]:
 
 def is_weighted_sum(eqn: Eqn, facts: Facts) -> bool:
     """Whether an equation adds up values with an offset, some of them negated."""
-    if not totals.is_total(eqn):
+    if eqn.primitive.name in traits.SCATTERS:
+        added_up = eqn.invars[2]
+    elif totals.is_total(eqn):
+        added_up = eqn.invars[0]
+    else:
         return False
-    flags = of_atom(eqn.invars[0], facts).flags
+    flags = of_atom(added_up, facts).flags
     return bool(flags & EITHER and flags & OFFSET)

@@ -59,6 +59,8 @@ BEHIND = 1 << 30
 """It is a product of what a solve made with any other value, as `gain @ observed`."""
 POSITIVE = 1 << 31
 """It is 0 or more: see `positive`."""
+ALIKE = 1 << 32
+"""Each turn of a loop has the same: it comes from outside, and is not cut into turns."""
 OF_MATRICES = SOLVED | BEHIND | ASSEMBLED
 """A branch's result has them if one branch has, and a loop's carry if one turn has."""
 # The flags from `1 << 19` to `1 << 29` are those of `ranges`.
@@ -79,6 +81,7 @@ _ASSEMBLE = traits.PUTS_TOGETHER & traits.JOINS | traits.UPDATES
 _PRESERVE_AMOUNTS = MOVES | traits.JOINS | traits.SHIFTS | traits.SCALES | {"neg"}
 _MAKE_A_SIGN = FUNCTIONS | PRODUCTS | traits.POWERS | traits.ADDS
 _REPEATING = traits.ADDS | traits.SCALES
+_INSIDE = PRODUCT | CARRY | DERIVED | CONSTANT  # made inside the program, or by a loop
 _PRESERVE_ENTERED = (MOVES | traits.OF_FEW | traits.JOINS | traits.UPDATES) - traits.SATURATES
 _PRESERVE_DERIVED = MOVES - traits.STATISTIC
 
@@ -112,7 +115,7 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
         flags |= some & DERIVED
     if some & CONSTANT:
         some, every = union([f for f in floats if not f.flags & CONSTANT])
-    flags |= EXTREME if name in traits.EXTREME else every & EXTREME
+    flags |= every & ALIKE | (EXTREME if name in traits.EXTREME else every & EXTREME)
     if name in MOVES:
         handed_on = STEP if name in _POOLS else REPEATED | STEP
         flags |= every & STENCIL
@@ -279,22 +282,28 @@ def _scaled_offset(floats: Sequence[Any], before: int) -> int:
 
 
 def repeated(eqn: Eqn, floats: Sequence[Any]) -> Sequence[Any]:
-    """Returns the facts of operands, with those repeated that JAX 0.12 lets an operation repeat."""
+    """Returns the facts of operands, with those repeated that JAX 0.12 lets an operation repeat.
+
+    Beside what a product made of one example alone, data are taken for a bias.
+    """
     if eqn.primitive.name not in _REPEATING or len(floats) != len(eqn.invars):
         return floats
     shape = eqn.outvars[0].aval.shape
     shapes = [v.aval.shape for v in eqn.invars]
-    if all(own == shape for own in shapes):  # most
+    is_of_one = len(shape) == 1 and eqn.primitive.name in traits.SHIFTS
+    if not is_of_one and all(own == shape for own in shapes):  # most
         return floats
     return [
-        f._replace(flags=f.flags | REPEATED) if len(own) == len(shape) and own != shape else f
+        f._replace(flags=f.flags | REPEATED)
+        if len(own) == len(shape) and (own != shape or (is_of_one and not f.flags & _INSIDE))
+        else f
         for own, f in zip(shapes, floats, strict=True)
     ]
 
 
 def is_data(fact: Any) -> bool:
     """Whether a value is an array that no product made: a bias that is repeated adds no offset."""
-    return not (fact.flags & (CONSTANT | PRODUCT | SCALAR | REPEATED) or fact.along)
+    return not (fact.flags & (CONSTANT | PRODUCT | SCALAR | REPEATED | ALIKE) or fact.along)
 
 
 def adds_a_bias(floats: Sequence[Any]) -> bool:

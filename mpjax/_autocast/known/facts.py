@@ -8,7 +8,7 @@ products and sums that it is a sum of. Roots show that a difference is of almost
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._autocast.known import (
@@ -96,10 +96,10 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
     added and is taken off, as `y + z - y`, also by a table: `300 + z - grid[i]`. A sum subtracts
     where a sign was turned, or where it is not known, as of the weights of a stencil.
     """
-    name = eqn.primitive.name
-    if name not in traits.SHIFTS or scopes.is_transposed(eqn):
+    if scopes.is_transposed(eqn) or not (atoms := summands(eqn)):
         return False
-    first, second = (of_atom(v, facts) for v in eqn.invars)
+    name = "sub" if eqn.primitive.name.endswith("sub") else "add"
+    first, second = (of_atom(v, facts) for v in atoms)
     if (first.flags | second.flags) & CONSTANT:
         is_table = second.flags & (CONSTANT | SCALAR) == CONSTANT
         return name == "sub" and is_table and bool(first.flags & OFFSET)
@@ -110,6 +110,14 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
         return True
     without = [f for f in (first, second) if not f.flags & OFFSET]
     return len(without) < 2 and not any(f.flags & (PRODUCT | EITHER) == PRODUCT for f in without)
+
+
+def summands(eqn: Eqn) -> Sequence[Any]:
+    """Returns the two values that an author adds or subtracts, also by `x.at[i].add(y)`."""
+    name = eqn.primitive.name
+    if name in traits.SHIFTS:
+        return eqn.invars
+    return (eqn.invars[0], eqn.invars[2]) if name in traits.SCATTERS else ()
 
 
 def may_subtract(name: str, first: Fact, second: Fact) -> bool:

@@ -2,15 +2,19 @@
 
 `v = max(r + p @ v)` of value iteration and `x = a @ x + b` of a linear system are such. The
 `tanh(h @ w)` of a recurrent network and `x + f(norm(x))` of a transformer are not. Nothing in such
-a loop forgets: an error of one turn is multiplied by all later ones, as a solver's is.
+a loop forgets: an error of one turn is multiplied by all later ones, as a solver's is. A carry that
+is multiplied by itself, as `v = v @ (2 * one - a @ v)` of an inverse, is such in few turns.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpjax._autocast.known import traits
+from mpjax._autocast.known import chains, traits
 from mpjax._autocast.known.contraction import is_product
 from mpjax._autocast.known.linear import is_linear
 from mpjax._autocast.known.ways import leading, places
@@ -28,14 +32,19 @@ class LinearSets(NamedTuple):
     linear: int = 0  # by linear operations alone
     by_product: int = 0  # by these and a product, at least one
     otherwise: int = 0  # by a way through any other operation
+    squared: int = 0  # by a product of which both operands are made of it, linearly or by products
 
 
 _NONE = LinearSets()
+LEAST = 3
+"""Turns of `v = v @ (2 * one - a @ v)`, or of a cube: they multiply `a` by itself 7 or 26 times."""
 
 
 @by_program
-def linear(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
-    """Returns, for each carry of a loop's body, whether it is iterated linearly.
+def least_turns(body: Any, consts: int, carries: int) -> tuple[float, ...]:
+    """Returns how many turns make each carry of a loop's body a long chain of products.
+
+    Infinity for one that is iterated otherwise.
 
     Args:
       body: the program.
@@ -50,15 +59,17 @@ def linear(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
     outs = _through(body, (*same, *layers))
     made = [LinearSets(*(bits >> consts & ours for bits in way)) for way in outs[:carries]]
     if not any(way.by_product for way in made):
-        return (False,) * carries
+        return (math.inf,) * carries
     reached = leading([way.all for way in made])  # the carries that lead to each one
     leads_to = [sum(1 << i for i in range(carries) if reached[i] >> j & 1) for j in range(carries)]
     around = [r & to for r, to in zip(reached, leads_to, strict=True)]  # those in one circle
-    return tuple(
-        any(made[k].by_product & c for k in places(c))
-        and not any(made[k].otherwise & c for k in places(c))
-        for c in around
-    )
+    return tuple(_least_turns(_joined([made[k] for k in places(c)]), c) for c in around)
+
+
+def _least_turns(way: LinearSets, carries: int) -> float:
+    if not way.by_product & carries or way.otherwise & carries:
+        return math.inf
+    return LEAST if way.squared & carries else chains.MANY
 
 
 def _made(eqn: Eqn, operands: Sequence[LinearSets]) -> Sequence[LinearSets]:
@@ -69,7 +80,7 @@ def _made(eqn: Eqn, operands: Sequence[LinearSets]) -> Sequence[LinearSets]:
         return operands
     way = _joined(operands)
     if name in PRODUCTS or name in traits.SCALES:
-        way = _multiplied(*operands[:2], divides=name == "div")
+        way = _multiplied(eqn, *operands[:2])
     elif name == "select_n":  # what its mask is made of need not be what is iterated
         way = way._replace(otherwise=way.otherwise | operands[0].all)
     elif not is_linear(eqn, lambda _: False):
@@ -79,14 +90,19 @@ def _made(eqn: Eqn, operands: Sequence[LinearSets]) -> Sequence[LinearSets]:
     return [way] * len(eqn.outvars)
 
 
-def _multiplied(first: LinearSets, second: LinearSets, *, divides: bool) -> LinearSets:
+def _multiplied(eqn: Eqn, first: LinearSets, second: LinearSets) -> LinearSets:
     """Returns the sets of a product or quotient: both factors of `x * norm(x)` are made of `x`."""
-    both = second.all if divides else first.all & second.all
+    both = second.all if eqn.primitive.name == "div" else first.all & second.all
+    squared = 0
+    if is_product(eqn):
+        squared = (first.linear | first.by_product) & (second.linear | second.by_product)
+    both &= ~squared
     return LinearSets(
         first.all | second.all,
         (first.linear | second.linear) & ~both,
         (first.by_product | second.by_product) & ~both,
         first.otherwise | second.otherwise | both,
+        first.squared | second.squared | squared,
     )
 
 
@@ -100,10 +116,5 @@ def _through(program: Any, inputs: tuple[LinearSets, ...]) -> tuple[LinearSets, 
 
 
 def _joined(several: Sequence[LinearSets]) -> LinearSets:
-    every = linear = by_product = otherwise = 0
-    for way in several:
-        every |= way.all
-        linear |= way.linear
-        by_product |= way.by_product
-        otherwise |= way.otherwise
-    return LinearSets(every, linear, by_product, otherwise)
+    fields = zip(*several, strict=True)
+    return LinearSets(*(functools.reduce(operator.or_, sets) for sets in fields))

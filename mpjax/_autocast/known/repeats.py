@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._autocast.known import roots, totals, traits
-from mpjax._autocast.known.fact_flags import CONSTANT, DERIVED, PRODUCT, SCALAR
+from mpjax._autocast.known.fact_flags import (
+    ALIKE,
+    CARRY,
+    CONSTANT,
+    DERIVED,
+    PRODUCT,
+    SCALAR,
+)
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
@@ -123,27 +130,27 @@ def _elementwise(eqn: Eqn, floats: Sequence[tuple[Any, Any]], *, cancels: bool) 
         return along, frozenset()
     added = frozenset[Added]().union(*(f.added for _, f in floats))
     if name in traits.SCALES:
-        factors = zip((f for _, f in floats), beside, strict=True)
-        return along, _scaled(added, factors, out.aval.shape)
+        return along, _scaled(added, [f for _, f in floats])
     if name not in _PRESERVE_ADDED:
         return along, frozenset()
     if name in traits.ADDS and any(f.flags & PRODUCT for _, f in floats):
         for (_, f), bits in zip(floats, beside, strict=True):
-            is_offset = bits & ~along and not f.flags & (CONSTANT | DERIVED)
+            # A bias of one example, as in a turn of a loop over examples, repeats along no axis.
+            is_of_one = len(out.aval.shape) == 1 and not f.flags & (PRODUCT | CARRY)
+            is_bias = bits & ~along or f.flags & ALIKE or is_of_one
+            is_offset = is_bias and not f.flags & (CONSTANT | DERIVED)
             if is_offset and not (name == "sub" and f.flags & PRODUCT):  # a mean is no bias
                 added |= {Added(root, bits, out.aval.shape) for root in f.roots}
     return along, _few(added)
 
 
-def _scaled(
-    added: frozenset[Added], factors: Iterable[tuple[Any, int]], shape: tuple[Any, ...]
-) -> frozenset[Added]:
-    """Returns what was added, scaled; scaled by a product's result, it is another value."""
-    for f, bits in factors:
-        if f.flags & PRODUCT and not f.added:
-            return frozenset()
-        if not f.added and bits != _EVERY:
-            added = frozenset(Added(a.root, a.within(shape) & bits, shape) for a in added)
+def _scaled(added: frozenset[Added], factors: Iterable[Any]) -> frozenset[Added]:
+    """Returns what was added, scaled; scaled by a product's result, it is another value.
+
+    A mean with weights takes a bias with it as one without does: `u - (m * u).sum(0) / m.sum()`.
+    """
+    if any(f.flags & PRODUCT and not f.added for f in factors):
+        return frozenset()
     return added
 
 

@@ -26,7 +26,7 @@ class Term(NamedTuple):
     is_power: bool = False  # squared, or the root of it, on the way to where it is added
     is_summed: bool = False  # a product or a sum was taken of it, as by the second of two blurs
     is_gram: bool = False  # of a value with itself: a product `a @ a.T`, or a sum of squares
-    factors: frozenset[int] = frozenset()  # of `t * x`: the numbers of the products `t` and `x`
+    factors: frozenset[int] = frozenset()  # of `t * x`: the numbers of those that are products
 
 
 Terms: TypeAlias = frozenset[Term]
@@ -86,7 +86,7 @@ def _cancel_as_sums(a: Term, b: Term, *, over_a_gram: bool) -> bool:
 def _cancel(a: Term, b: Term) -> bool:
     """Whether terms are over the same values, in two ways, and one of them is a product."""
     if a.number == b.number or a.number in b.factors or b.number in a.factors:
-        return False  # as `t + t * x ** 2`, the derivative of a function of `x`
+        return False  # as `t + t * x ** 2`, a derivative, or `shift + scale * sum(x)`
     if (a.is_product, a.is_power) == (b.is_product, b.is_power):
         return _is_gram_beside(a, b) or _is_gram_beside(b, a)
     if not (a.is_product or b.is_product) or a.is_summed != b.is_summed:
@@ -186,10 +186,8 @@ def multiplied(first: Terms, second: Terms, number: Callable[[], int]) -> Terms:
 
 
 def _factors(terms: Terms) -> frozenset[int]:
-    """Returns the numbers of products that are multiplied: none where some are sums, or many."""
-    if not all(t.is_product for t in terms):
-        return frozenset()
-    every = frozenset(t.number for t in terms).union(*(t.factors for t in terms))
+    """Returns the numbers of products that are multiplied, perhaps by sums; none of many."""
+    every = frozenset(t.number for t in terms if t.is_product).union(*(t.factors for t in terms))
     return every if len(every) <= _MOST else frozenset()
 
 

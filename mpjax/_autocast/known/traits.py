@@ -62,15 +62,16 @@ dynamic_slice                           | resizes picks
 gather                                  | resizes picks repeats
 dynamic_update_slice                    | updates native stays_kept accumulates
 scatter scatter-max scatter-min         | updates native stays_kept accumulates selects
-scatter-add scatter-sub                 | updates native accumulates
+scatter-add scatter-sub                 | updates native accumulates scatters
 scatter-mul                             | updates native
 psum psum_invariant unreduced_psum      | across hands_on linear of_totals
 reduce_scatter unreduced_reduce_scatter | across hands_on linear of_totals
 psum_scatter                            | across hands_on linear of_totals
-lgamma digamma polygamma zeta           | of_few
-igamma igammac igamma_grad_a            | of_few
-bessel_i0e bessel_i1e random_gamma_grad | of_few
-regularized_incomplete_beta nextafter   | of_few
+lgamma digamma polygamma                | of_few
+igamma igammac igamma_grad_a            | of_few unforgiving
+bessel_i0e bessel_i1e nextafter         | of_few
+random_gamma_grad zeta                  | of_few unforgiving
+regularized_incomplete_beta polynomial  | of_few unforgiving
 complex real imag conj                  | of_few hands_on linear complex
 reduce_sum                              | fusible linear statistic totals
 reduce_prod                             | fusible statistic distances
@@ -156,6 +157,9 @@ STAYS_KEPT = _having("stays_kept")
 
 ADDS = _having("adds")
 """Adds two values: a step of a solver, a branch of a residual stream."""
+
+SCATTERS = _having("scatters")
+"""Adds its third operand to parts of its first one, or takes it off."""
 
 UPDATES = _having("updates")
 """Updates part of its first operand."""

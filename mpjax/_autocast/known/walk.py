@@ -23,6 +23,7 @@ from mpjax._autocast.known import (
 )
 from mpjax._autocast.known import roots as made_of
 from mpjax._autocast.known.fact_flags import (
+    ALIKE,
     BY_A_CONSTANT,
     CARRY,
     CONSTANT,
@@ -109,7 +110,8 @@ def _entered(eqn: Eqn, part: structure.Part, facts: Facts, flags: Sequence[int])
         else:
             fact = _renumbered(of_atom(eqn.invars[place], facts), number)
             if is_loop:
-                fact = fact._replace(flags=fact.flags | ENTERED)
+                alike = ALIKE if i < part.carried.start else 0
+                fact = fact._replace(flags=fact.flags | ENTERED | alike)
             inside.append(repeats.entered(fact, eqn.invars[place], part, i))
     return Entered(tuple(inside), outside)
 
@@ -326,7 +328,7 @@ class _Walk:
         """The facts of a loop's results: carries hold what they began with, and what was added."""
         before = [of_atom(v, self.facts).terms for v in start] + [terms.NONE] * len(outs)
         return [
-            f._replace(flags=f.flags & ~(CARRY | ENTERED), terms=terms.few(f.terms | begun))
+            f._replace(flags=f.flags & ~(ALIKE | CARRY | ENTERED), terms=terms.few(f.terms | begun))
             for f, begun in zip(outs, before, strict=False)
         ]
 

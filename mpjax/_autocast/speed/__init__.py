@@ -24,10 +24,11 @@ from mpjax._autocast.speed.permuted import mark_permutations
 from mpjax._autocast.speed.picks import run as pick
 from mpjax._autocast.speed.pooled import bind as bind_pooled
 from mpjax._autocast.speed.recompute import recomputed
-from mpjax._autocast.speed.storage import SMALLER, kept_apart, largest_size
+from mpjax._autocast.speed.storage import MOST_AGAIN, SMALLER, kept_apart, largest_size
 from mpjax._autocast.speed.ways import Ways
 
 __all__ = [
+    "MOST_AGAIN",
     "SMALLER",
     "FusedGroup",
     "Marks",

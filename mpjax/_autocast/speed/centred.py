@@ -25,6 +25,8 @@ from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.sizes import is_float32, size
 
+_MOST = 8
+"""Steps of a value; each is computed from the first one on, and a norm has four."""
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -96,6 +98,8 @@ class Centred:
         if compat.is_literal(x) or compat.is_literal(operand) or x.aval.shape != out.aval.shape:
             return None
         before = self.by_variable.get(x)
+        if before is not None and len(before.steps) == _MOST:
+            before = None
         if before is None and name != "sub":
             return None
         start = before or Affine(x, (), frozenset(range(out.aval.ndim)))

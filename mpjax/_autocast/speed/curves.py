@@ -124,7 +124,11 @@ class _CurveSearch:
         self, eqns: Sequence[Eqn], inputs: Collection[Any], outputs: Collection[Any]
     ) -> None:
         self.eqns, self.inputs = eqns, inputs
-        self.makers = {v: eqn for eqn in eqns for v in eqn.outvars}
+        self.makers = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        self.readers: dict[Any, list[int]] = {}
+        for i, eqn in enumerate(eqns):
+            for v in compat.variables(eqn):
+                self.readers.setdefault(v, []).append(i)
         self.least = max((size(v.aval.shape) for v in inputs), default=0) // storage.SMALLER
         self.by_origin: dict[Any, Curve] = {}
         self.origins: dict[Any, Any] = {}
@@ -144,10 +148,10 @@ class _CurveSearch:
 
     def end(self, curve: Curve, outputs: Collection[Any]) -> None:
         """Sets the result of a curve: its one value that other equations read, if there is one."""
-        made = {eqn.outvars[0] for eqn in curve.eqns}
-        outside = (eqn for eqn in self.eqns if eqn.outvars[0] not in made)
-        read = made.intersection(outputs)
-        read |= {v for eqn in outside for v in made.intersection(compat.variables(eqn))}
+        made = {eqn.outvars[0]: self.makers[eqn.outvars[0]] for eqn in curve.eqns}
+        inside = set(made.values())
+        read = {v for v in made if not inside.issuperset(self.readers.get(v, ()))}
+        read |= made.keys() & outputs
         if len(read) == 1:
             (curve.result,) = read
             self.results[curve.result] = curve
@@ -178,25 +182,25 @@ class _CurveSearch:
 
     def begins(self, curve: Curve) -> bool:
         """Whether the value is computed from inputs by sums, scales and moves; records these."""
-        before: dict[Any, Any] = {}
+        before: set[int] = set()
         inputs: dict[Any, None] = {}
-
-        def visit(v: Any) -> bool:
-            if compat.is_literal(v) or not self.is_large(v) or v in before:
-                return True
+        waiting = [curve.of]
+        while waiting:
+            v = waiting.pop()
+            if compat.is_literal(v) or not self.is_large(v):
+                continue
             if v in self.inputs:
                 inputs[v] = None
-                return True
-            eqn = self.makers[v]
-            if eqn.primitive.name not in _AFFINE or not all(map(visit, eqn.invars)):
+                continue
+            place = self.makers[v]
+            if self.eqns[place].primitive.name not in _AFFINE:
                 return False
-            before.update(dict.fromkeys(eqn.outvars, eqn))
-            return True
-
-        is_affine = visit(curve.of) and bool(inputs)
-        curve.before = list({id(eqn): eqn for eqn in before.values()}.values())
+            if place not in before:
+                before.add(place)
+                waiting.extend(reversed(self.eqns[place].invars))
+        curve.before = [self.eqns[place] for place in sorted(before)]
         curve.inputs = tuple(inputs)
-        return is_affine
+        return bool(inputs)
 
 
 def _is_elementwise(eqn: Eqn) -> bool:

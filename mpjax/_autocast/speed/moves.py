@@ -9,7 +9,7 @@ added in low precision.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,6 +71,21 @@ def read_in_parts(eqns: Sequence[Eqn], outputs: Collection[Any]) -> dict[Any, An
         if in_parts and all(len(readers[v]) == 1 for v in large):
             makers[out] = eqn
     return makers
+
+
+def made_of(v: Any, makers: Mapping[Any, Eqn]) -> list[Eqn]:
+    """Returns the equations of `makers` that compute a value, in an order in which they can run.
+
+    Each of their results has one reader, so those found first, from the value on, run last.
+    """
+    found: list[Eqn] = []
+    waiting = [v]
+    while waiting:
+        eqn = makers.get(waiting.pop())
+        if eqn is not None:
+            found.append(eqn)
+            waiting += compat.variables(eqn)
+    return found[::-1]
 
 
 @jax.custom_jvp

@@ -127,6 +127,8 @@ class Passes:
                 self.made |= dict.fromkeys(eqn.outvars, now)
                 if _is_costly(eqn) or self.costly.intersection(operands):
                     self.costly.update(eqn.outvars)
+        if len(self.made) > storage.MOST_AGAIN:
+            self.later.clear()
 
     def _is_large(self, v: Any) -> bool:
         return size(v.aval.shape) == size(self.of.aval.shape)

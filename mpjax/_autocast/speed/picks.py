@@ -24,6 +24,7 @@ from mpjax._autocast.known.fusible import is_pick
 from mpjax._autocast.speed import moves
 from mpjax._autocast.speed.gather_one import gather, gather_one_p
 from mpjax._autocast.speed.hints import hint
+from mpjax._autocast.speed.storage import MOST_AGAIN
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr import structure
@@ -77,6 +78,7 @@ class Known:
 
     array: Any
     part: Callable[[At], Any] | None = None
+    depth: int = 0  # how many functions call each other for an element
 
     def at(self, at: At) -> Any:
         return at.of(self.array) if self.part is None else self.part(at)
@@ -96,16 +98,20 @@ class Parts:
 
     def __init__(self, read: frozenset[Any], given: Mapping[Any, Any]) -> None:
         self._read = read
-        self._parts = {v: _of_held(v, x) for v, x in given.items() if v in read}
+        self._parts = {v: (_of_held(v, x), 0) for v, x in given.items() if v in read}
 
     def run(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         """Returns the results of a pick, or of an equation that computes the operand of one."""
         if self._read.isdisjoint([*compat.variables(eqn), *eqn.outvars]):
             return run(eqn, operands)
-        known = (None if compat.is_literal(v) else self._parts.get(v) for v in eqn.invars)
-        outs = _run(eqn, [Known(*both) for both in zip(operands, known, strict=True)])
-        self._parts.update({v: o.part for v, o in zip(eqn.outvars, outs, strict=True)})
+        outs = _run(eqn, list(map(self._known, eqn.invars, operands)))
+        made = zip(eqn.outvars, outs, strict=True)
+        self._parts.update({v: (o.part, o.depth) for v, o in made})
         return [out.array for out in outs]
+
+    def _known(self, atom: Any, array: Any) -> Known:
+        part, depth = (None, 0) if compat.is_literal(atom) else self._parts.get(atom, (None, 0))
+        return Known(array, part, depth)
 
 
 @hint("picked", lambda _: frozenset[Any]())
@@ -131,9 +137,10 @@ def _run(eqn: Eqn, values: Sequence[Known]) -> list[Known]:
         # With explicit shardings JAX types the result of a scatter, but not that of our `where`.
         return [Known(_in_order(eqn, values[0], arrays[1]))]
     outs = bind(eqn, arrays)
-    if not _is_in_parts(eqn):
+    depth = 1 + max((value.depth for value in values), default=0)
+    if not _is_in_parts(eqn) or depth > MOST_AGAIN:
         return [Known(out) for out in outs]
-    return [Known(outs[0], functools.partial(_part, eqn, values, outs[0]))]
+    return [Known(outs[0], functools.partial(_part, eqn, values, outs[0]), depth)]
 
 
 def _is_in_parts(eqn: Eqn) -> bool:

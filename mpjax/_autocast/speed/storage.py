@@ -30,6 +30,8 @@ BFLOAT16 = jnp.dtype(jnp.bfloat16)
 CONVOLUTION = "conv_general_dilated"
 SMALLER = 16
 """A value with 1/16 of the elements of another costs next to nothing to store."""
+MOST_AGAIN = 128
+"""More equations would take longer to compute again than to read; an activation has 20."""
 _NOTHING: frozenset[Any] = frozenset()
 
 

@@ -158,10 +158,17 @@ class Running:
         return [moves.valued(*both) for both in zip(values, parts, strict=True)]
 
     def _part(self, v: Any, of: Sequence[int], cut: moves.Cut) -> Any:
-        if compat.is_literal(v):
-            return v.val
-        eqn = self._ways.in_parts.get(v)
-        if eqn is None:
-            return widened(v, moves.cut(self._given.get(v, self._local[v]), of, cut))
-        with written_at(eqn, self._ways.around):
-            return bind(eqn, [self._part(a, v.aval.shape, cut) for a in eqn.invars])[0]
+        """Returns a slice of a value that is computed in parts, or of one that is there."""
+        parts: dict[Any, Any] = {}
+
+        def part(a: Any) -> Any:
+            if compat.is_literal(a):
+                return a.val
+            if a in parts:
+                return parts[a]
+            return widened(a, moves.cut(self._given.get(a, self._local[a]), of, cut))
+
+        for eqn in moves.made_of(v, self._ways.in_parts):
+            with written_at(eqn, self._ways.around):
+                parts[eqn.outvars[0]] = bind(eqn, list(map(part, eqn.invars)))[0]
+        return part(v)

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import weakref
 
 import jax
@@ -189,6 +190,11 @@ TURNS = [
     (lambda v: (v + jax.nn.gelu(v @ _A) @ _A,), (False,)),
     (lambda v: (v / jnp.linalg.norm(v @ _A),), (False,)),
     (lambda v: (_A @ _A,), (False,)),
+    (lambda v: (v @ v,), (True,)),
+    (lambda v: (v @ (2 * jnp.eye(8) - _A @ v),), (True,)),  # an inverse
+    (lambda v: (1.5 * v - 0.5 * v @ v @ v @ _A,), (True,)),  # the root of one
+    (lambda v: (jax.nn.softmax(v @ v.T) @ v,), (False,)),
+    (lambda v: (_norm(v @ v),), (False,)),
 ]
 
 
@@ -204,7 +210,8 @@ def test_a_carry_is_iterated_linearly_that_reaches_itself_by_products_and_nothin
     start = tuple(jnp.ones((8, 8)) for _ in want)
     jaxpr = jax.make_jaxpr(lambda *c: lax.scan(lambda c, _: (turn(*c), None), c, None, 3))(*start)
     (part,) = structure.parts(next(e for e in jaxpr.eqns if e.primitive.name == "scan"))
-    assert iterations.linear(part.program, part.carried.start, part.carries) == want
+    least = iterations.least_turns(part.program, part.carried.start, part.carries)
+    assert tuple(map(math.isfinite, least)) == want
 
 
 @pytest.mark.parametrize(("turn", "want"), TURNS)
@@ -219,6 +226,52 @@ def test_law_of_chains_a_loop_that_is_written_out_is_one(turn, want, cut):
     program = jax.make_jaxpr(written_out)(*start)
     known = walk.inside(program, walk.unrelated(program.jaxpr))
     assert tuple(chains.is_long(known[v].chain) for v in program.jaxpr.outvars) == want
+
+
+LOOPS = {
+    "scan": lambda turn, v, n: lax.scan(lambda v, _: (turn(v), None), v, None, n)[0],
+    "fori_loop": lambda turn, v, n: lax.fori_loop(0, n, lambda _, v: turn(v), v),
+    "while": lambda turn, v, n: lax.while_loop(
+        lambda c: c[0] < n, lambda c: (c[0] + 1, turn(c[1])), (0, v)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("inside", [False, True])
+def test_law_of_chains_a_matrix_that_is_multiplied_by_itself_is_float32_in_few_turns(loop, inside):
+    def whitened(w, x):
+        h = jnp.tanh(x @ w)
+        gram = h.T @ h / 64 + 0.03 * jnp.eye(8)
+
+        def turn(p):
+            return 1.5 * p - 0.5 * p @ p @ p @ (gram / jnp.trace(gram))
+
+        return jnp.mean((h @ LOOPS[loop](turn, jnp.eye(8), 8)) ** 4)
+
+    x, w = np.random.default_rng(0).normal(size=(2, 64, 8)).astype(np.float32)
+    take = jax.jacfwd if loop == "while" else jax.grad
+    right = take(whitened)(w[:8], x)
+    low = lambda f: mpjax.autocast(f, "bf16-mixed")  # noqa: E731
+    got = low(take(whitened))(w[:8], x) if inside else take(low(whitened))(w[:8], x)
+    assert np.linalg.norm(got - right) < 0.05 * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_law_of_chains_a_layer_behind_one_is_low(other):
+    def loss(m, v, w):
+        for _ in range(4):
+            m = m @ m
+        read = m @ v
+        return jnp.sum(jnp.tanh((read @ w) @ w) if other else read)
+
+    products = [
+        row
+        for row in mpjax.explain(loss, "bf16-mixed")(_A, jnp.ones((8, 32)), jnp.ones((32, 32))).rows
+        if row.operation == "dot_general"
+    ]
+    low = sum(row.count for row in products if row.dtype == "bf16")
+    assert (low, sum(row.count for row in products)) == ((2, 7) if other else (0, 5))
 
 
 @pytest.mark.parametrize("power", [16, 23, 64])
@@ -247,4 +300,4 @@ def test_layers_of_weights_that_differ_are_no_linear_iteration():
         jnp.ones((8, 8)), jnp.ones((3, 8, 8))
     )
     (part,) = structure.parts(jaxpr.eqns[-1])
-    assert iterations.linear(part.program, part.carried.start, part.carries) == (False,)
+    assert iterations.least_turns(part.program, part.carried.start, part.carries) == (math.inf,)

@@ -123,3 +123,22 @@ def test_a_norm_of_the_gradient_leaves_the_backward_pass_low(reader):
 
     dtypes = products(mpjax.autocast(step, "bf16-mixed"), PARAMS, X)
     assert dtypes.count("bfloat16") == 8, dtypes
+
+
+def _film(joined):
+    def loss(w, features, points):
+        if joined:
+            shift, scale = jnp.split(features @ w, 2, -1)
+        else:
+            shift, scale = features @ w[:, :16], features @ w[:, 16:]
+        pooled = jnp.sum((points @ w[:, :16]) * (points @ w[:, 16:]), 1)
+        return jnp.sum(jnp.tanh(features[:, :16] + shift + scale * pooled) @ w[:16])
+
+    return loss
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_shift_and_a_scale_of_a_sum_cancel_nothing(joined):
+    args = jnp.ones((32, 32)), jnp.ones((8, 32)), jnp.ones((8, 3, 32))
+    rows = mpjax.explain(_film(joined), "bf16-mixed")(*args).rows
+    assert {row.dtype for row in rows if row.operation == "dot_general"} == {"bf16"}

@@ -366,7 +366,7 @@ def test_products_that_do_not_cancel_stay_low(name):
             lambda a, b: jnp.arccos(
                 jnp.clip(0.3 * jnp.trace(jnp.tanh(a[:3, :3]) @ jnp.tanh(b[:3, :3])), -1, 1)
             ),
-            "by a rotation, or by constants of few columns: float32; to have it low",
+            "constants of few columns, or into few cells: float32; to have it low",
         ),
     ],
 )

@@ -129,6 +129,8 @@ def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         return NEAR | RESULT if many else _of_a_mean(eqn, known)
     if read := decides(eqn, out_read, known):
         return read
+    if name in traits.SCATTERS:
+        return _of_a_scattered_sum(eqn, known)
     if name not in traits.ADDS:
         return DIFFERENCE if differences.is_weighted_sum(eqn, known) else _of_a_mean(eqn, known)
     read = 0
@@ -144,6 +146,15 @@ def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     if data := differences.data_taken_off(eqn, known):
         read |= DIFFERENCE | RESULT if data.terms else OUTPUT
     return read | (NEAR | RESULT if _is_sharp(eqn, known) else 0)
+
+
+def _of_a_scattered_sum(eqn: Eqn, known: facts.Facts) -> int:
+    """Returns how `x.at[i].add(-y)` reads `x` and `y`: as `x - y` does."""
+    first, _, added = (facts.of_atom(v, known) for v in eqn.invars)
+    if differences.is_weighted_sum(eqn, known) or facts.is_difference(eqn, known):
+        return DIFFERENCE | (RESULT if differences.is_of_one(eqn, known) else 0)
+    is_moved = first.flags & fact_flags.OFFSET and added.flags & fact_flags.CONSTANT
+    return NEAR | RESULT if is_moved and not scopes.is_transposed(eqn) else 0
 
 
 def _is_sharp(eqn: Eqn, known: facts.Facts) -> bool:

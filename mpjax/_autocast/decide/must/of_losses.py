@@ -12,6 +12,7 @@ from mpjax._autocast.decide.read_flags import (
     AS_TESTED,
     CANCELS,
     DIFFERENCE,
+    FORWARD,
     NEAR,
     RELATIVE,
     RESULT,
@@ -29,7 +30,8 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
     As `k - a @ solve(b, a.T)`, a variance, and `v @ diag(1 / w) @ v.T`: the more singular a matrix
     is, the larger are the terms that cancel. A stencil cancels, too, and so does a transform by
     constants, as `x @ waves`, whose logarithm is read. What turns and projects points is put
-    together, as a rotation, or a constant, as a camera: no work for a matrix unit.
+    together, as a rotation, or a constant, as a camera: no work for a matrix unit. Nor are the few
+    cells of a confusion matrix.
     """
     operands = [facts.of_atom(v, known) for v in eqn.invars[:2]]
     some, _ = fact_flags.union(operands)
@@ -41,6 +43,8 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         return SOLUTION
     if eqn.primitive.name != "dot_general":
         return 0
+    if not out_read & FORWARD and _counts_examples(eqn, some):
+        return SMALL
     is_an_angle = out_read & RESULT
     if contraction.adds_few(eqn) and (is_an_angle or _is_of_places(eqn, some)):
         return SMALL
@@ -58,6 +62,17 @@ def _is_of_places(eqn: Eqn, some: int) -> bool:
     return not some & fact_flags.PRODUCT and contraction.has_batch_axes(eqn)
 
 
+def _counts_examples(eqn: Eqn, some: int) -> bool:
+    """Whether a product counts many examples into few cells, as `chances.T @ one_hot` does.
+
+    The cotangent of a cell is that of all its examples. If it were rounded, they would share its
+    error, and what a loss of shares cancels, as mutual information does, would be left.
+    """
+    if not (some & fact_flags.PRODUCT and some & ranges.CHANCES):
+        return False
+    return contraction.is_of_few_cells(eqn)
+
+
 def _is_of_functions(operands: Sequence[facts.Fact], some: int) -> bool:
     """Whether an operand is made of inputs by functions, as the powers in a polynomial are.
 
@@ -69,8 +84,9 @@ def _is_of_functions(operands: Sequence[facts.Fact], some: int) -> bool:
 
 
 def _ends_a_chain(eqn: Eqn, known: facts.Facts) -> bool:
-    """Whether a product has one factor many times, as `matrix_power(m, 64)` has."""
-    return chains.is_long(known[eqn.outvars[0]].chain) and contraction.is_product(eqn)
+    """Whether a product has one factor many times, as `matrix_power(m, 64)` has, or reads it."""
+    made = (facts.of_atom(v, known).chain for v in (*eqn.invars[:2], eqn.outvars[0]))
+    return any(map(chains.is_long, made)) and contraction.is_product(eqn)
 
 
 def _is_small(eqn: Eqn, place: int, operands: Sequence[facts.Fact]) -> bool:
