@@ -125,11 +125,11 @@ def test_samples_in_bfloat16_are_few_and_those_of_the_policy_as_many_as_in_float
     x = jnp.ones((1, 16))
 
     def distinct(logits):
-        drawn = jax.random.categorical(jax.random.key(0), logits, shape=(2000, 1))
+        drawn = jax.random.categorical(jax.random.key(0), logits, shape=(1000, 1))
         return len(set(drawn.ravel().tolist()))
 
     in_float32 = distinct(x @ head.astype(jnp.float32))
     as_written = distinct(x.astype(jnp.bfloat16) @ head)
     under_the_policy = distinct(mpjax.autocast(lambda w, x: x @ w, POLICY)(head, x))
     assert as_written < in_float32 / 2
-    assert abs(under_the_policy - in_float32) < 20
+    assert abs(under_the_policy - in_float32) < 15

@@ -112,6 +112,7 @@ NAMES = metamorphic.add(WRITTEN_TWICE)
 KINDS = [kind for kind in (*_cuts.BOUNDARIES, *_cuts.MOVES) if kind not in metamorphic.ONLY_INSIDE]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_through_one_of_two_copies_changes_no_number(kind):
     rng = random.Random(kind)

@@ -186,6 +186,7 @@ def error(grads, exact):
     return max(jax.tree.leaves(jax.tree.map(distance, grads, exact)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["outside", "inside"])
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("name", PROGRAMS)
