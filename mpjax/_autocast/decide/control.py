@@ -37,7 +37,7 @@ from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 
 _MAX_PASSES = 8
-_ANY_NUMBER = 2**31
+_ANY_NUMBER = 2**31  # less than infinity: no number of turns makes a `tanh` forget nothing
 _NEXT_TURN = UNROUNDED | ABSOLUTE | SOLUTION | RELATIVE | PROPORTION | LATER | FORWARD
 """Flags that the next turn of a loop sets of a carry hold for the turn that leaves it."""
 
