@@ -91,11 +91,15 @@ def is_narrow(eqn: Eqn, operand: int) -> bool:
 
 
 def is_of_few_cells(eqn: Eqn) -> bool:
-    """Whether a `dot_general` adds up many terms, as a whole batch, for few rows and columns."""
+    """Whether a `dot_general` adds up many terms, as a whole batch, for few rows and columns.
+
+    One of one row is a weighted sum, such as the attention of one token.
+    """
     sides = [free_axes(eqn, operand) for operand in range(2)]
     if not all(isinstance(n, int) for side in sides for n in side):
         return False
-    return max(map(math.prod, sides)) * EXAMPLES <= terms(eqn) < MANY
+    least, most = sorted(map(math.prod, sides))
+    return least > 1 and most * EXAMPLES <= terms(eqn) < MANY
 
 
 def is_product(eqn: Eqn) -> bool:

@@ -16,10 +16,22 @@ def is_of_products(eqn: Eqn, facts: Facts) -> bool:
     """
     pairs = _subtracted(eqn, facts)
     return any(terms.over_one(a.terms, b.terms) for a, b in pairs[:1]) or any(
-        terms.over_one(a.terms, [terms.Term(b.roots, -1, is_product=True)])
-        for a, b in pairs
-        if not b.flags & CONSTANT
+        _is_over(a, b) for a, b in pairs
     )
+
+
+def over_levels(eqn: Eqn, facts: Facts) -> list[bool]:
+    """Returns, for each term of a difference, whether it is a product over the other term.
+
+    And that has an offset: `u - weights @ u`.
+    """
+    return [bool(b.flags & OFFSET) and _is_over(a, b) for a, b in _subtracted(eqn, facts)]
+
+
+def _is_over(product: Fact, value: Fact) -> bool:
+    if value.flags & CONSTANT:
+        return False
+    return terms.over_one(product.terms, [terms.Term(value.roots, -1, is_product=True)])
 
 
 def data_taken_off(eqn: Eqn, facts: Facts) -> Fact | None:

@@ -196,3 +196,37 @@ def test_a_bias_that_nothing_cancels_may_be_rounded_with_its_sum(name):
 
     rows = mpjax.explain(fun, "bf16-mixed")(W, V, BIAS).rows
     assert not [row for row in rows if "may be almost the same" in row.reason]
+
+
+OVER = {  # products of a loss over what has the offset
+    "weights that are given": lambda y, rows: y - rows @ y,
+    "a softmax": lambda y, rows: y - jax.nn.softmax(5 * rows) @ y,
+    "a mean": lambda y, rows: y - jnp.ones((12, 12), y.dtype) @ y / 12,
+    "a blur": lambda y, rows: (y.T - jax.vmap(lambda c: _blurred(c, rows[0, :3]))(y.T))[:, 1:-1],
+}
+
+
+def _blurred(row, kernel):
+    return jnp.convolve(row, kernel / kernel.sum(), mode="same")
+
+
+@pytest.mark.parametrize("dtype", POLICIES)
+@pytest.mark.parametrize("name", OVER)
+def test_a_product_of_a_loss_over_what_has_an_offset_reads_it_unrounded(name, dtype):
+    def loss(dot):
+        def fun(w, b, rows):
+            return jnp.mean(OVER[name](dot(jnp.asarray(X[:, 0]), w) + b, rows) ** 2)
+
+        return lambda *args: jax.value_and_grad(fun)(*args)
+
+    rows = np.abs(EACH[:, :12]) / np.abs(EACH[:, :12]).sum(1, keepdims=True)
+    right = exactly(loss(jnp.matmul), W, BIAS, rows)
+    by_hand = _errors(loss(hand_cast(DTYPES[dtype])), right, W, BIAS, rows)
+
+    def fun(w, b, rows):
+        return jnp.mean(OVER[name](jnp.asarray(X[:, 0]) @ w + b, rows) ** 2)
+
+    got = _errors(jax.value_and_grad(mpjax.autocast(fun, POLICIES[dtype])), right, W, BIAS, rows)
+    assert got <= 2 * by_hand + float(jnp.finfo(DTYPES[dtype]).eps)
+    products = mpjax.explain(fun, POLICIES[dtype])(W, BIAS, rows).rows
+    assert [r.dtype for r in products if r.operation == "dot_general"][:1] == [dtype]

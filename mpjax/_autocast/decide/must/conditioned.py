@@ -180,6 +180,16 @@ def ruins(eqn: Eqn) -> bool:
     return name not in OP_RULES and name not in _WITHOUT_A_CLASS
 
 
+def of_levels(eqn: Eqn, out_read: int, known: facts.Facts) -> list[int]:
+    """Returns how a difference reads a product over a value with an offset: `u - weights @ u`.
+
+    Operands that are rounded would lose what the difference leaves. In a network, whose later
+    layers read it, a person who casts by hand rounds them too.
+    """
+    over = differences.over_levels(eqn, known)
+    return [CANCELS if is_over and not out_read & FORWARD else 0 for is_over in over]
+
+
 def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:
     """Returns how a `mul` or `div` reads its operands.
 

@@ -20,7 +20,7 @@ from mpjax._autocast.decide.read_flags import (
     SOLUTION,
     TESTED,
 )
-from mpjax._autocast.known import chains, contraction, fact_flags, facts, ranges
+from mpjax._autocast.known import chains, contraction, fact_flags, facts, ranges, scopes
 from mpjax._jaxpr.equation import Eqn
 
 
@@ -68,7 +68,7 @@ def _counts_examples(eqn: Eqn, some: int) -> bool:
     The cotangent of a cell is that of all its examples. If it were rounded, they would share its
     error, and what a loss of shares cancels, as mutual information does, would be left.
     """
-    if not (some & fact_flags.PRODUCT and some & ranges.CHANCES):
+    if not (some & fact_flags.PRODUCT and some & ranges.CHANCES) or scopes.is_transposed(eqn):
         return False
     return contraction.is_of_few_cells(eqn)
 
