@@ -180,7 +180,7 @@ def _of_operation(
     reads = [r | unrounded for r in reads] if unrounded else reads
     if unrounded & DIFFERENCE and name in traits.SHIFTS:
         levels = conditioned.of_levels(eqn, out_read, known)
-        reads = [r | level for r, level in zip(reads, levels or [0, 0], strict=True)]
+        reads = [r | level for r, level in zip(reads, levels, strict=True)]
     small = proportions.how_read(eqn, out_read, known)
     reads = [r | s for r, s in zip(reads, small, strict=True)]
     return weights.of_operands(eqn, reads, known) if out_read & DIVIDED else reads

@@ -21,11 +21,12 @@ def is_of_products(eqn: Eqn, facts: Facts) -> bool:
 
 
 def over_levels(eqn: Eqn, facts: Facts) -> list[bool]:
-    """Returns, for each term of a difference, whether it is a product over the other term.
+    """Returns, for each term of a sum, whether it is a product over the other, which has an offset.
 
-    And that has an offset: `u - weights @ u`.
+    As in `u - weights @ u`; of a sum that takes nothing off, none is.
     """
-    return [bool(b.flags & OFFSET) and _is_over(a, b) for a, b in _subtracted(eqn, facts)]
+    pairs = _subtracted(eqn, facts)
+    return [bool(b.flags & OFFSET) and _is_over(a, b) for a, b in pairs] or [False, False]
 
 
 def _is_over(product: Fact, value: Fact) -> bool:

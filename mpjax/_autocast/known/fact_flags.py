@@ -81,7 +81,6 @@ _ASSEMBLE = traits.PUTS_TOGETHER & traits.JOINS | traits.UPDATES
 _PRESERVE_AMOUNTS = MOVES | traits.JOINS | traits.SHIFTS | traits.SCALES | {"neg"}
 _MAKE_A_SIGN = FUNCTIONS | PRODUCTS | traits.POWERS | traits.ADDS
 _REPEATING = traits.ADDS | traits.SCALES
-_INSIDE = PRODUCT | CARRY | DERIVED | CONSTANT  # made inside the program, or by a loop
 _PRESERVE_ENTERED = (MOVES | traits.OF_FEW | traits.JOINS | traits.UPDATES) - traits.SATURATES
 _PRESERVE_DERIVED = MOVES - traits.STATISTIC
 
@@ -290,15 +289,20 @@ def repeated(eqn: Eqn, floats: Sequence[Any]) -> Sequence[Any]:
         return floats
     shape = eqn.outvars[0].aval.shape
     shapes = [v.aval.shape for v in eqn.invars]
-    is_of_one = len(shape) == 1 and eqn.primitive.name in traits.SHIFTS
-    if not is_of_one and all(own == shape for own in shapes):  # most
+    adds = eqn.primitive.name in traits.SHIFTS
+    if not (adds and len(shape) == 1) and all(own == shape for own in shapes):  # most
         return floats
     return [
         f._replace(flags=f.flags | REPEATED)
-        if len(own) == len(shape) and (own != shape or (is_of_one and not f.flags & _INSIDE))
+        if len(own) == len(shape) and (own != shape or (adds and may_be_a_bias_of_one(f, shape)))
         else f
         for own, f in zip(shapes, floats, strict=True)
     ]
+
+
+def may_be_a_bias_of_one(fact: Any, shape: Sequence[Any]) -> bool:
+    """Whether data are added to one example alone: a bias, which repeats along no axis there."""
+    return len(shape) == 1 and not fact.flags & (PRODUCT | CARRY | DERIVED | CONSTANT)
 
 
 def is_data(fact: Any) -> bool:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from mpjax._autocast.known import roots, totals, traits
 from mpjax._autocast.known.fact_flags import (
     ALIKE,
-    CARRY,
     CONSTANT,
     DERIVED,
     PRODUCT,
     SCALAR,
+    may_be_a_bias_of_one,
 )
 from mpjax._base import compat
 from mpjax._jaxpr import structure
@@ -135,9 +135,7 @@ def _elementwise(eqn: Eqn, floats: Sequence[tuple[Any, Any]], *, cancels: bool) 
         return along, frozenset()
     if name in traits.ADDS and any(f.flags & PRODUCT for _, f in floats):
         for (_, f), bits in zip(floats, beside, strict=True):
-            # A bias of one example, as in a turn of a loop over examples, repeats along no axis.
-            is_of_one = len(out.aval.shape) == 1 and not f.flags & (PRODUCT | CARRY)
-            is_bias = bits & ~along or f.flags & ALIKE or is_of_one
+            is_bias = bits & ~along or f.flags & ALIKE or may_be_a_bias_of_one(f, out.aval.shape)
             is_offset = is_bias and not f.flags & (CONSTANT | DERIVED)
             if is_offset and not (name == "sub" and f.flags & PRODUCT):  # a mean is no bias
                 added |= {Added(root, bits, out.aval.shape) for root in f.roots}

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from mpjax._autocast.known import fusible, norms, traits
-from mpjax._autocast.speed import lowerings, storage
+from mpjax._autocast.speed import lowerings, moves, storage
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
@@ -125,10 +125,7 @@ class _CurveSearch:
     ) -> None:
         self.eqns, self.inputs = eqns, inputs
         self.makers = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-        self.readers: dict[Any, list[int]] = {}
-        for i, eqn in enumerate(eqns):
-            for v in compat.variables(eqn):
-                self.readers.setdefault(v, []).append(i)
+        self.readers = moves.read_at(eqns)
         self.least = max((size(v.aval.shape) for v in inputs), default=0) // storage.SMALLER
         self.by_origin: dict[Any, Curve] = {}
         self.origins: dict[Any, Any] = {}

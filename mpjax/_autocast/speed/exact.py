@@ -54,8 +54,9 @@ def _constants_fit(eqn: Eqn, dtype: Any) -> bool:
     literals = [v for v in eqn.invars if compat.is_literal(v) and v.aval.dtype == FLOAT32]
     if any(np.ndim(v.val) or not keeps(dtype, float(v.val)) for v in literals):
         return False
-    is_exact = eqn.primitive.name not in _COMPARISONS
-    return is_exact or all(np.asarray(v.val, dtype) == v.val for v in literals)
+    if eqn.primitive.name not in _COMPARISONS:
+        return True
+    return all(np.asarray(v.val, dtype) == v.val for v in literals)
 
 
 def compared(eqn: Eqn, stored: Mapping[Any, Any]) -> list[Any]:
@@ -67,8 +68,10 @@ def compared(eqn: Eqn, stored: Mapping[Any, Any]) -> list[Any]:
       eqn: an equation.
       stored: arrays in the dtypes in which they are stored, by variable.
     """
+    if eqn.primitive.name not in _COMPARISONS:
+        return []
     read = compat.variables(eqn)
-    if eqn.primitive.name not in _COMPARISONS or not read or not stored.keys() >= set(read):
+    if not read or not stored.keys() >= set(read):
         return []
     dtype, *others = {stored[v].dtype for v in read}
     if others or dtype == read[0].aval.dtype or not _constants_fit(eqn, dtype):

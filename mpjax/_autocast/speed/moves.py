@@ -105,11 +105,16 @@ def _valued_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _readers(eqns: Sequence[Eqn]) -> dict[Any, list[Any]]:
-    readers: dict[Any, list[Any]] = {}
-    for eqn in eqns:
+    return {v: [eqns[i] for i in at] for v, at in read_at(eqns).items()}
+
+
+def read_at(eqns: Sequence[Eqn]) -> dict[Any, list[int]]:
+    """Returns the places of the equations that read each variable, once for each operand."""
+    places: dict[Any, list[int]] = {}
+    for i, eqn in enumerate(eqns):
         for v in compat.variables(eqn):
-            readers.setdefault(v, []).append(eqn)
-    return readers
+            places.setdefault(v, []).append(i)
+    return places
 
 
 def _cut_once(readers: Sequence[Any]) -> bool:

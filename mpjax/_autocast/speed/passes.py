@@ -56,10 +56,7 @@ def turned(jaxpr: Jaxpr, fused: Sequence[bool], states: Mapping[Any, State]) -> 
     """
     if not any(eqn.primitive.name == "transpose" for eqn in jaxpr.eqns):
         return set()
-    readers: dict[Any, list[int]] = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        for v in compat.variables(eqn):
-            readers.setdefault(v, []).append(i)
+    readers = moves.read_at(jaxpr.eqns)
     cuts: set[Any] = set()
     for v in rows.of_products(jaxpr):
         is_turned = False

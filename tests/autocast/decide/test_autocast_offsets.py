@@ -214,18 +214,12 @@ def _blurred(row, kernel):
 @pytest.mark.parametrize("name", OVER)
 def test_a_product_of_a_loss_over_what_has_an_offset_reads_it_unrounded(name, dtype):
     def loss(dot):
-        def fun(w, b, rows):
-            return jnp.mean(OVER[name](dot(jnp.asarray(X[:, 0]), w) + b, rows) ** 2)
-
-        return lambda *args: jax.value_and_grad(fun)(*args)
+        return lambda w, b, rows: jnp.mean(OVER[name](dot(jnp.asarray(X[:, 0]), w) + b, rows) ** 2)
 
     rows = np.abs(EACH[:, :12]) / np.abs(EACH[:, :12]).sum(1, keepdims=True)
-    right = exactly(loss(jnp.matmul), W, BIAS, rows)
-    by_hand = _errors(loss(hand_cast(DTYPES[dtype])), right, W, BIAS, rows)
-
-    def fun(w, b, rows):
-        return jnp.mean(OVER[name](jnp.asarray(X[:, 0]) @ w + b, rows) ** 2)
-
+    fun = loss(jnp.matmul)
+    right = exactly(jax.value_and_grad(fun), W, BIAS, rows)
+    by_hand = _errors(jax.value_and_grad(loss(hand_cast(DTYPES[dtype]))), right, W, BIAS, rows)
     got = _errors(jax.value_and_grad(mpjax.autocast(fun, POLICIES[dtype])), right, W, BIAS, rows)
     assert got <= 2 * by_hand + float(jnp.finfo(DTYPES[dtype]).eps)
     products = mpjax.explain(fun, POLICIES[dtype])(W, BIAS, rows).rows
