@@ -33,6 +33,12 @@ class LinearSets(NamedTuple):
     by_product: int = 0  # by these and a product, at least one
     otherwise: int = 0  # by a way through any other operation
     squared: int = 0  # by a product of which both operands are made of it, linearly or by products
+    products: int = 0  # how many lie on the longest way, `MANY` at most; this is no set
+
+    def of_carries(self, consts: int, ours: int) -> LinearSets:
+        """Returns the sets of carries alone, which are inputs behind some constants."""
+        *sets, products = self
+        return LinearSets._make((*(bits >> consts & ours for bits in sets), products))
 
 
 _NONE = LinearSets()
@@ -57,19 +63,26 @@ def least_turns(body: Any, consts: int, carries: int) -> tuple[float, ...]:
     same = [LinearSets(1 << i, 1 << i) for i in range(consts + carries)]
     layers = [LinearSets(-1)] * (count - len(same))
     outs = _through(body, (*same, *layers))
-    made = [LinearSets(*(bits >> consts & ours for bits in way)) for way in outs[:carries]]
+    made = [way.of_carries(consts, ours) for way in outs[:carries]]
     if not any(way.by_product for way in made):
         return (math.inf,) * carries
     reached = leading([way.all for way in made])  # the carries that lead to each one
     leads_to = [sum(1 << i for i in range(carries) if reached[i] >> j & 1) for j in range(carries)]
     around = [r & to for r, to in zip(reached, leads_to, strict=True)]  # those in one circle
-    return tuple(_least_turns(_joined([made[k] for k in places(c)]), c) for c in around)
+    ways = [_joined([made[k] for k in places(c)]) for c in around]
+    pairs = list(zip(ways, around, strict=True))
+    squared = functools.reduce(operator.or_, (way.squared & circle for way, circle in pairs))
+    return tuple(_least_turns(way, circle, squared) for way, circle in pairs)
 
 
-def _least_turns(way: LinearSets, carries: int) -> float:
+def _least_turns(way: LinearSets, carries: int, squared: int) -> float:
+    """Returns the turns that make carries, which lead to each other in one way, long chains.
+
+    Each turn may multiply by several factors, or by a carry that is multiplied by itself.
+    """
     if not way.by_product & carries or way.otherwise & carries:
         return math.inf
-    return LEAST if way.squared & carries else chains.MANY
+    return LEAST if way.all & squared else math.ceil(chains.MANY / way.products)
 
 
 def _made(eqn: Eqn, operands: Sequence[LinearSets]) -> Sequence[LinearSets]:
@@ -86,7 +99,8 @@ def _made(eqn: Eqn, operands: Sequence[LinearSets]) -> Sequence[LinearSets]:
     elif not is_linear(eqn, lambda _: False):
         way = LinearSets(way.all, otherwise=way.all)
     if is_product(eqn):
-        way = way._replace(linear=0, by_product=way.linear | way.by_product)
+        one_more = min(way.products + 1, chains.MANY)  # a loop inside has many turns
+        way = way._replace(linear=0, by_product=way.linear | way.by_product, products=one_more)
     return [way] * len(eqn.outvars)
 
 
@@ -103,6 +117,7 @@ def _multiplied(eqn: Eqn, first: LinearSets, second: LinearSets) -> LinearSets:
         (first.by_product | second.by_product) & ~both,
         first.otherwise | second.otherwise | both,
         first.squared | second.squared | squared,
+        max(first.products, second.products),
     )
 
 
@@ -116,5 +131,5 @@ def _through(program: Any, inputs: tuple[LinearSets, ...]) -> tuple[LinearSets, 
 
 
 def _joined(several: Sequence[LinearSets]) -> LinearSets:
-    fields = zip(*several, strict=True)
-    return LinearSets(*(functools.reduce(operator.or_, sets) for sets in fields))
+    *sets, products = zip(_NONE, *several, strict=True)
+    return LinearSets._make((*(functools.reduce(operator.or_, s) for s in sets), max(products)))
