@@ -11,6 +11,8 @@ asked for that have the axes of one that is kept.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -74,13 +76,26 @@ def asked(visits: Sequence[Visit]) -> set[tuple[Any, int]]:
 class OfRules(NamedTuple):
     """The demands on a function with rules of its author's, which hold for each rule too."""
 
-    results: int  # how these are read
+    results: tuple[int, ...]  # how each one is read
     axes: frozenset[Hashable]  # of the products that are kept
     saved: recomputed.Saved
 
-    def reads(self, program: Any) -> int:
-        """Returns how the results of the function, or of a rule, are read; given its jaxpr."""
-        return self.results | (read_flags.AGAIN if self.saved.with_rule(program) else 0)
+    def reads(self, program: Any) -> tuple[int, ...]:
+        """Returns how each result of the function, or of a rule, is read; given its jaxpr.
+
+        A forward rule returns what it saves, and then the results; one of `custom_jvp` the results,
+        and then their tangents. What is neither is read as all results are.
+        """
+        again = read_flags.AGAIN if self.saved.with_rule(program) else 0
+        of_all = functools.reduce(operator.or_, self.results, 0)
+        others = len(program.jaxpr.outvars) - len(self.results)
+        if self.saved.has_inputs_of(program, times=2) and others == len(self.results):
+            reads = self.results * 2
+        elif self.saved.has_inputs_of(program) and others >= 0:
+            reads = (of_all,) * others + self.results
+        else:
+            reads = (of_all,) * len(program.jaxpr.outvars)
+        return tuple(read | again for read in reads)
 
     def asked(self, program: Any) -> frozenset[tuple[Any, int]]:
         """Returns the flags of the products in the closed jaxpr of the function, or of a rule."""
@@ -93,13 +108,13 @@ class OfRules(NamedTuple):
 
 def of_rules(decided: Decided) -> OfRules:
     """Returns what is asked of a function with rules, decided about as if it were inlined."""
-    asked = read_flags.OUTPUT | read_flags.NEAR
-    for v in decided.jaxpr.jaxpr.outvars:
-        asked |= 0 if compat.is_literal(v) else decided.reads.get(v, 0) & _ASKED
+    always = read_flags.OUTPUT | read_flags.NEAR
     if any(read & read_flags.AGAIN for read in decided.reads.values()):
-        asked |= read_flags.AGAIN
+        always |= read_flags.AGAIN
+    outs = decided.jaxpr.jaxpr.outvars
+    reads = (0 if compat.is_literal(v) else decided.reads.get(v, 0) & _ASKED for v in outs)
     axes = frozenset(map(_axes, kept(decided)))
-    return OfRules(asked, axes, recomputed.Saved(decided.jaxpr))
+    return OfRules(tuple(always | r for r in reads), axes, recomputed.Saved(decided.jaxpr))
 
 
 def _axes(eqn: Eqn) -> Hashable:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax._autocast.decide.decided import Decided, Decision
-from mpjax._autocast.known import contraction, scopes, traits
+from mpjax._autocast.known import arrays, contraction, scopes, traits
 from mpjax._base import compat
 from mpjax._jaxpr import keys, structure
 from mpjax._jaxpr.equation import Eqn
@@ -126,7 +126,8 @@ class Numbering:
         jaxpr = closed.jaxpr
         env = dict(zip(jaxpr.invars, inputs, strict=True))
         for v, value in zip(jaxpr.constvars, closed.consts, strict=True):
-            env[v] = Numbered(self._of(("constant", id(value))))  # programs inside hold it too
+            # Programs inside hold the same object, and what is traced again may hold an equal one.
+            env[v] = Numbered(self._of(("constant", arrays.name(value))))
         literal = self._literal
         for eqn in jaxpr.eqns:
             operands = [literal(v) if compat.is_literal(v) else env[v] for v in eqn.invars]

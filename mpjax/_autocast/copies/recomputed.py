@@ -36,9 +36,13 @@ class Saved:
         self._own = _made_by_products(function)
         self._is_any = False
 
+    def has_inputs_of(self, rule: Any, times: int = 1) -> bool:
+        """Whether a rule's inputs have the shapes of the function's, or twice, with tangents."""
+        return [v.aval.shape for v in rule.jaxpr.invars] == self._inputs * times
+
     def with_rule(self, rule: Any) -> bool:
         """Whether it does, given the closed jaxpr of a rule; the forward one comes first."""
-        if [v.aval.shape for v in rule.jaxpr.invars] == self._inputs:
+        if self.has_inputs_of(rule):
             self._is_any = self._is_any or _made_by_products(rule) > self._own
         return self._is_any
 

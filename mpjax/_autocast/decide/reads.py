@@ -223,16 +223,16 @@ def _of_product(eqn: Eqn, out_read: int, later: int) -> list[int]:
     if contraction.adds_nothing(eqn):
         passed = OUTPUT | LATER | FORWARD | ACCUMULATOR | CARRIED | ABSOLUTE | UNROUNDED
         return [out_read & passed] * len(eqn.invars)
+    handed_on = out_read & AGAIN  # equal products are of operands rounded alike
     if not reasons.has_default_precision(eqn):
-        return [later | RUINED] * len(eqn.invars)
-    relative = RELATIVE if out_read & (NEAR | RELATIVE) else 0
+        return [later | handed_on | RUINED] * len(eqn.invars)
+    handed_on |= RELATIVE if out_read & (NEAR | RELATIVE) else 0
     if flag := of_losses.keeps_from_low(out_read):
         small = flag == SMALL and not out_read & NEAR
         kept = NEAR if small else RUINED | out_read & SOLUTION
-        return [later | relative | kept] * len(eqn.invars)
+        return [later | handed_on | kept] * len(eqn.invars)
     if reasons.as_written(eqn) or scopes.is_as_written(eqn):
-        return [later] * len(eqn.invars)
-    handed_on = relative | out_read & AGAIN  # equal products are of operands rounded alike
+        return [later | handed_on] * len(eqn.invars)
     return [PRODUCT | LATER | FORWARD | WHOLE | handed_on] * 2 + [0] * (len(eqn.invars) - 2)
 
 

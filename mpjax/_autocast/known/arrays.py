@@ -8,6 +8,7 @@ that takes them.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -56,6 +57,17 @@ def flags(value: Any) -> int:
     if is_signed and is_grid:
         made |= EITHER if some.max() > 0 else NEGATED
     return made
+
+
+def name(value: Any) -> Hashable:
+    """Returns what tells a constant from others: its numbers, or which object it is, if large.
+
+    A function that makes a table has another object in each of its calls.
+    """
+    if not _is_read(value) or value.size > _MOST_READ:
+        return id(value)
+    array = np.asarray(jax.device_get(value))
+    return array.shape, array.dtype, array.tobytes()
 
 
 def _is_read(value: Any) -> bool:

@@ -50,7 +50,7 @@ def keeping_types(
             traced = RuleTrace(fun, args)
         jaxpr = traced.jaxpr
         in_states = tuple(initial_state(v.aval) for v in jaxpr.jaxpr.invars)
-        wants = (asked.reads(jaxpr),) * len(jaxpr.jaxpr.outvars)
+        wants = asked.reads(jaxpr)
         all_asked = settings.asked | asked.asked(jaxpr)
         planned = make_plan(jaxpr, in_states, wants, replace(settings, asked=all_asked))
         full_states = [initial_state(v.aval) for v in jaxpr.jaxpr.outvars]

@@ -66,6 +66,23 @@ def a_reciprocal(dot, p, x):
     return jnp.mean(jnp.abs(ratio - 1) + ratio * jnp.sin(first))
 
 
+@_head(WRITTEN_TWICE, params={**_FOUR, "level": _normal(4, scale=10.0)})
+def a_bias_that_a_product_takes_along(dot, p, x):
+    def net(p, x):
+        return dot(jnp.sin(_apply(dot, p, x)) + p["level"], p["e"])
+
+    return _read(dot, p, net(p, x), net(p, x))
+
+
+@_head(WRITTEN_TWICE, params=_FOUR)
+def a_table_that_each_net_makes(dot, p, x):
+    def net(p, x):
+        prices = np.linspace(-20, 20, 4)[:, None] * np.ones((1, 4))
+        return jax.nn.softmax(_apply(dot, p, x)) @ jnp.asarray(prices, x.dtype)
+
+    return _read(dot, p, net(p, x), net(p, x))
+
+
 @_head(WRITTEN_TWICE, params=_FOUR)
 def in_two_jits(dot, p, x):
     @jax.jit
