@@ -178,8 +178,7 @@ def _of_operation(
     if name in traits.SCALES:
         reads = [r | of for r, of in zip(reads, conditioned.of_factors(eqn, known), strict=True)]
     reads = [r | unrounded for r in reads] if unrounded else reads
-    if unrounded & DIFFERENCE and name in traits.SHIFTS:
-        levels = conditioned.of_levels(eqn, out_read, known)
+    if levels := conditioned.of_levels(eqn, out_read, known):
         reads = [r | level for r, level in zip(reads, levels, strict=True)]
     small = proportions.how_read(eqn, out_read, known)
     reads = [r | s for r, s in zip(reads, small, strict=True)]

@@ -46,11 +46,44 @@ def is_by_a_vector(eqn: Eqn) -> bool:
     return not free_axes(eqn, 0) or not free_axes(eqn, 1)
 
 
+def is_by_one_row(eqn: Eqn) -> bool:
+    """Whether one operand of a `dot_general` is a vector, or has one row: it weights a sum."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    return any(all(n == 1 for n in free_axes(eqn, operand)) for operand in range(2))
+
+
 def free_axes(eqn: Eqn, operand: int) -> list[Any]:
     """Returns the sizes of the axes of a `dot_general`'s operand that stay in its result alone."""
     summed, batch = (axes[operand] for axes in eqn.params["dimension_numbers"])
     shape = eqn.invars[operand].aval.shape
     return [n for i, n in enumerate(shape) if i not in (*summed, *batch)]
+
+
+def axes_after(eqn: Eqn, operand: int, along: int) -> int | None:
+    """Returns the axes of a result along which an operand's repetition goes on, as bits.
+
+    Along the axes of the other operand it repeats as well, scaled by that. None where the product
+    adds up other axes than those in `along`, along which the operand repeats.
+    """
+    ndim = eqn.outvars[0].aval.ndim
+    if eqn.primitive.name == "dot_general":
+        contracted, batch = (axes[operand] for axes in eqn.params["dimension_numbers"])
+        free = [i for i in range(eqn.invars[operand].aval.ndim) if i not in (*contracted, *batch)]
+        first = len(batch) if operand == 0 else ndim - len(free)
+        places = {**dict(enumerate(batch)), **dict(enumerate(free, first))}
+    elif eqn.primitive.name == "conv_general_dilated" and operand == 0:
+        numbers = eqn.params["dimension_numbers"]
+        contracted, places = numbers.lhs_spec[1:], {numbers.out_spec[0]: numbers.lhs_spec[0]}
+        if eqn.params["feature_group_count"] == eqn.invars[0].aval.shape[contracted[0]]:
+            places[numbers.out_spec[1]], *contracted = contracted
+    else:
+        return None
+    shape = eqn.invars[operand].aval.shape
+    if any(shape[i] != 1 and not along >> i & 1 for i in contracted):
+        return None
+    varies = sum(1 << out for out, i in places.items() if not along >> i & 1)
+    return ((1 << ndim) - 1) & ~varies
 
 
 def sums_last(eqn: Eqn, operand: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpjax._autocast.known import ranges, scopes, terms, totals, traits
+from mpjax._autocast.known import ranges, repeats, scopes, terms, totals, traits
 from mpjax._autocast.known import roots as made_of
 from mpjax._autocast.known.fact_flags import CONSTANT, EITHER, OFFSET, PRODUCT, is_data
 from mpjax._autocast.known.facts import Fact, Facts, may_subtract, of_atom, summands
@@ -20,13 +20,13 @@ def is_of_products(eqn: Eqn, facts: Facts) -> bool:
     )
 
 
-def over_levels(eqn: Eqn, facts: Facts) -> list[bool]:
-    """Returns, for each term of a sum, whether it is a product over the other, which has an offset.
+def are_levels(eqn: Eqn, facts: Facts) -> list[bool]:
+    """Returns, for each term of a sum, whether it is the level of what it is taken off.
 
-    As in `u - weights @ u`; of a sum that takes nothing off, none is.
+    As in `u - weights @ u` of `u = x @ w + b`; of a sum that takes nothing off, none is.
     """
     pairs = _subtracted(eqn, facts)
-    return [bool(b.flags & OFFSET) and _is_over(a, b) for a, b in pairs] or [False, False]
+    return [repeats.is_level(a, b) for a, b in pairs] or [False] * len(eqn.invars)
 
 
 def _is_over(product: Fact, value: Fact) -> bool:

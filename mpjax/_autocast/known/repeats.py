@@ -1,28 +1,31 @@
 """Along which axes a value repeats itself, and what was added to others so: a bias, over examples.
 
 A mean over examples takes such a bias with it, and `y - y.mean(0)` cancels it, however large it is.
-A slice along an axis on which it repeats keeps it as well: `y[1:] - y[:-1]` cancels it, too. Axes
-are bits, `1 << axis`, of the value that is asked about.
+So does a product that adds up examples, as `weights @ y`. A slice along an axis on which it repeats
+keeps it as well: `y[1:] - y[:-1]` cancels it, too. Axes are bits, `1 << axis`, of the value that is
+asked about.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._autocast.known import roots, totals, traits
+from mpjax._autocast.known import contraction, roots, totals, traits
 from mpjax._autocast.known.fact_flags import (
     ALIKE,
     CONSTANT,
     DERIVED,
     PRODUCT,
     SCALAR,
+    is_epsilon,
     may_be_a_bias_of_one,
 )
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import MOVES
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 from mpjax._jaxpr.sizes import is_number, size
 
 _EVERY = -1
@@ -40,6 +43,7 @@ class Added(NamedTuple):
     root: roots.Root
     along: int
     shape: tuple[Any, ...]  # the value's, when its axes were `along`; it was reshaped since
+    by_product: bool = False  # a product took it along, as `weights @ y`
 
     def within(self, shape: Sequence[Any]) -> int:
         """Returns the axes of a shape along which it repeats."""
@@ -74,17 +78,28 @@ def told(eqn: Eqn, out: Any, operands: Sequence[Any], *, cancels: bool) -> Told:
     if name in _PUT_TOGETHER:
         handed_on = (_moved(eqn, out, v, f, operands)[1] for v, f in floats)
         return 0, _few(frozenset[Added]().union(*handed_on))
+    if name in PRODUCTS and not contraction.only_sums(eqn):
+        return 0, _few(_taken_along(eqn, out, floats))
     return _moved(eqn, out, *floats[0], operands)
 
 
 def shared(first: Any, second: Any) -> bool:
-    """Whether something was added to both of two values, or is what was added to the other."""
+    """Whether a bias was added to both of two values, or one is the bias of the other."""
     if not (first.added or second.added):
         return False
-    to_first, to_second = (frozenset(a.root for a in f.added) for f in (first, second))
+    to_first, to_second = (
+        frozenset(a.root for a in f.added if not (a.by_product or roots.is_constant(a.root)))
+        for f in (first, second)
+    )
     if not to_first.isdisjoint(to_second):
         return True
     return roots.meet(to_first, second.roots) or roots.meet(to_second, first.roots)
+
+
+def is_level(first: Any, second: Any) -> bool:
+    """Whether a product took along what was added to a value: `weights @ u` beside `u`."""
+    taken = {a.root for a in first.added if a.by_product}
+    return any(a.root in taken for a in second.added)
 
 
 def entered(fact: Any, atom: Any, part: structure.Part, place: int) -> Any:
@@ -107,7 +122,7 @@ def _shifted(fact: Any, before: Any, after: Any) -> Any:
         return along << by | ~(_EVERY << by) if by > 0 else along >> -by
 
     before, after = before.aval.shape, after.aval.shape
-    added = frozenset(Added(a.root, shift(a.within(before)), after) for a in fact.added)
+    added = frozenset(a._replace(along=shift(a.within(before)), shape=after) for a in fact.added)
     return fact._replace(along=shift(fact.along), added=added)
 
 
@@ -139,17 +154,38 @@ def _elementwise(eqn: Eqn, floats: Sequence[tuple[Any, Any]], *, cancels: bool) 
             is_offset = is_bias and not f.flags & (CONSTANT | DERIVED)
             if is_offset and not (name == "sub" and f.flags & PRODUCT):  # a mean is no bias
                 added |= {Added(root, bits, out.aval.shape) for root in f.roots}
+            elif f.flags & CONSTANT and f.most < math.inf and not is_epsilon(f):
+                added |= {Added(roots.constant_number(f.most), _EVERY, out.aval.shape)}
     return along, _few(added)
+
+
+def _taken_along(eqn: Eqn, out: Any, floats: Sequence[tuple[Any, Any]]) -> frozenset[Added]:
+    """Returns what was added to operands of a product, and repeats along all axes it adds up."""
+    taken = (
+        (a.root, contraction.axes_after(eqn, place, a.within(v.aval.shape)))
+        for place, (v, f) in enumerate(floats[:2])
+        for a in f.added
+    )
+    is_mean = contraction.is_by_one_row(eqn)
+    return frozenset(
+        Added(root, along, out.aval.shape, by_product=not is_mean)
+        for root, along in taken
+        if along is not None
+    )
 
 
 def _scaled(added: frozenset[Added], factors: Iterable[Any]) -> frozenset[Added]:
     """Returns what was added, scaled; scaled by a product's result, it is another value.
 
     A mean with weights takes a bias with it as one without does: `u - (m * u).sum(0) / m.sum()`.
+    A number is none in `z * (1 + tanh(z))`.
     """
-    if any(f.flags & PRODUCT and not f.added for f in factors):
+    products = [f for f in factors if f.flags & PRODUCT]
+    if not all(f.added for f in products):
         return frozenset()
-    return added
+    if len(products) < 2:
+        return added
+    return frozenset(a for a in added if not roots.is_constant(a.root))
 
 
 def _few(added: frozenset[Added]) -> frozenset[Added]:
@@ -195,11 +231,27 @@ def _moved(eqn: Eqn, out: Any, atom: Any, fact: Any, operands: Sequence[Any]) ->
         if along is None:
             continue
         if cut & ~before:  # a part of what was added
-            taken = roots.part(eqn, out, frozenset({a.root}), operands)
-            added.update([] if taken is None else [Added(taken, along, shape)])
+            of = _slice_along(eqn, cut & ~before)
+            taken = roots.part(eqn, out, frozenset({a.root}), operands, of)
+            added.update(
+                [] if taken is None else [a._replace(root=taken, along=along, shape=shape)]
+            )
         else:
-            added.add(Added(a.root, along, shape))
+            added.add(a._replace(along=along, shape=shape))
     return _axes_of(eqn, atom, fact.along) or 0, frozenset(added)
+
+
+def _slice_along(eqn: Eqn, axes: int) -> tuple[Any, ...] | None:
+    """Returns where an operation slices some axes, those along which what was added differs.
+
+    `u[2:-2, 0]` and `u[:, 0]` hold the same element of a bias. None if it is no slice.
+    """
+    if eqn.primitive.name != "slice":
+        return None
+    params = eqn.params
+    strides = params["strides"] or [1] * len(params["start_indices"])
+    limits = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    return tuple((i, *map(str, limit)) for i, limit in enumerate(limits) if axes >> i & 1)
 
 
 def _cut_sizes(eqn: Eqn, out: Any) -> Sequence[Any] | None:

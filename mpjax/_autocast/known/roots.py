@@ -36,7 +36,9 @@ Root: TypeAlias = "int | Excerpt"
 Roots: TypeAlias = frozenset[Root]
 
 
-def part(eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any]) -> Excerpt | None:
+def part(
+    eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any], where: tuple[Any, ...] | None = None
+) -> Excerpt | None:
     """Returns what an operation takes out of values, None where that would be too deep.
 
     Args:
@@ -44,12 +46,14 @@ def part(eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any]) -> Excerpt | No
       out: its result.
       of: the roots of the values.
       operands: the facts of the operation's operands; those behind the first are indices.
+      where: what tells this part from others; without it, all of the operation's parameters.
     """
     depth = 1 + max((r.depth for r in of if isinstance(r, Excerpt)), default=0)
     if depth > _DEEPEST:
         return None
     literals = (str(v) for v in eqn.invars[1:] if compat.is_literal(v))
-    how = (eqn.primitive.name, keys.printed_params(eqn), eqn.outvars.index(out), *literals)
+    where = keys.printed_params(eqn) if where is None else where
+    how = (eqn.primitive.name, where, eqn.outvars.index(out), *literals)
     if eqn.primitive.name in TOPS:
         how = (*how, len(totals.removed_axes(eqn)))
     return Excerpt(how, (of, *(f.roots for f in operands[1:])), depth)
@@ -69,10 +73,19 @@ def constant(value: Any) -> Excerpt:
     return Excerpt((_CONSTANT, id(value)), (), 0)
 
 
+def constant_number(value: float) -> Excerpt:
+    """Returns the root of a number that is known: the same wherever it is."""
+    return Excerpt((_CONSTANT, "number", value), (), 0)
+
+
+def is_constant(root: Root) -> bool:
+    """Whether a root is that of a constant."""
+    return isinstance(root, Excerpt) and root.how[0] == _CONSTANT
+
+
 def unless_constant(roots: Roots) -> Roots:
     """Returns roots but for those of constants, or all if there are no others."""
-    others = [r for r in roots if not (isinstance(r, Excerpt) and r.how[0] == _CONSTANT)]
-    return frozenset(others) or roots
+    return frozenset(r for r in roots if not is_constant(r)) or roots
 
 
 def numbers(roots: Roots) -> Iterator[int]:

@@ -65,6 +65,14 @@ def _normed_with_weights(y):
     return centred * lax.rsqrt(_weighted_mean(centred**2) + 1e-5)
 
 
+def _normed_with_products(y):
+    def mean(u):
+        return (jnp.einsum("nk,nkc->nc", WEIGHTS[..., 0], u) / WEIGHTS.sum(1))[:, None]
+
+    centred = y - mean(y)
+    return centred * lax.rsqrt(mean(centred**2) + 1e-5)
+
+
 def _normed_at_once(y, axes):
     spread = jnp.maximum(_mean(y * y, axes) - _mean(y, axes) ** 2, 0.0)
     return (y - _mean(y, axes)) * lax.rsqrt(spread + 1e-2)
@@ -92,6 +100,7 @@ CANCELLED = {
     "a mean of a row": lambda y: y - _mean(y, 2),
     "a mean with weights": lambda y: y - _weighted_mean(y),
     "a norm with weights": _normed_with_weights,
+    "a norm with products of weights": _normed_with_products,
     "a mean by its places": lambda y: y.at[:, np.arange(5)].add(-_mean(y, 1)),
     "a mean put beside": lambda y: y.at[:, np.arange(5)].subtract(_mean(y, 1)),
     "a target": lambda y: y - jnp.asarray(TARGET),
@@ -111,19 +120,22 @@ BETWEEN = {
 }
 
 
-def _function(add, cancel, between, dot):
+def _added(add, between, dot, w, b):
     def made(x, w, b):
         return [ADDED[add](dot, dot(x, w), b)]
 
+    boundary = BETWEEN[between]
+    if boundary is None or between in AND_BACK:
+        (y,) = made(jnp.asarray(X), w, b)
+        return y if boundary is None else boundary(y)
+    (y,) = boundary(made)(jnp.asarray(X), w, b)
+    return y
+
+
+def _function(add, cancel, between, dot):
     def fun(w, v, b):
-        boundary = BETWEEN[between]
-        if boundary is None or between in AND_BACK:
-            (y,) = made(jnp.asarray(X), w, b)
-            y = y if boundary is None else boundary(y)
-        else:
-            (y,) = boundary(made)(jnp.asarray(X), w, b)
-        u = jnp.tanh(CANCELLED[cancel](y).reshape(-1, 6))
-        return dot(u, v)
+        y = _added(add, between, dot, w, b)
+        return dot(jnp.tanh(CANCELLED[cancel](y).reshape(-1, 6)), v)
 
     return fun
 
@@ -198,11 +210,27 @@ def test_a_bias_that_nothing_cancels_may_be_rounded_with_its_sum(name):
     assert not [row for row in rows if "may be almost the same" in row.reason]
 
 
-OVER = {  # products of a loss over what has the offset
-    "weights that are given": lambda y, rows: y - rows @ y,
-    "a softmax": lambda y, rows: y - jax.nn.softmax(5 * rows) @ y,
-    "a mean": lambda y, rows: y - jnp.ones((12, 12), y.dtype) @ y / 12,
-    "a blur": lambda y, rows: (y.T - jax.vmap(lambda c: _blurred(c, rows[0, :3]))(y.T))[:, 1:-1],
+# Products of a loss over what has the offset, of 60 examples. Their weights are `m`, (60, 60).
+OVER = {
+    "weights that are given": lambda y, m: y - m @ y,
+    "a softmax": lambda y, m: y - jax.nn.softmax(5 * m) @ y,
+    "a mean": lambda y, m: y - jnp.ones((60, 60), y.dtype) @ y / 60,
+    "a blur": lambda y, m: (y.T - jax.vmap(lambda c: _blurred(c, m[0, :3]))(y.T))[:, 1:-1],
+    "a blur of a column": lambda y, m: y[1:-1, 0] - _blurred(y[:, 0], m[0, :3])[1:-1],
+    "two blurs": lambda y, m: (_blurred(y[:, 0], m[0, :3]) - _blurred(y[:, 0], m[1, :5]))[2:-2],
+    "a quotient": lambda y, m: y - m[0] @ y / m[0].sum(),
+    "quotients of rows": lambda y, m: y - m @ y / m.sum(1, keepdims=True),
+    "two means": lambda y, m: m[0] @ y / m[0].sum() - m[1] @ y / m[1].sum(),
+    "a mean beside one": lambda y, m: m[0] @ y - y.mean(0),
+    "means of classes": lambda y, m: y - _classes(y) @ (_classes(y).T @ y / 12),
+    "a projection": lambda y, m: y - _powers(y) @ (jnp.linalg.pinv(_powers(y)) @ y),
+    "a hat matrix": lambda y, m: y - (_powers(y) @ jnp.linalg.pinv(_powers(y))) @ y,
+    "a product of a product": lambda y, m: y - m @ (m.T @ y / m.T.sum(1, keepdims=True)),
+    "slopes": lambda y, m: _times(y) @ y / (_times(y) @ _times(y)),
+    "slopes of centred times": lambda y, m: (_times(y) + 2 - (_times(y) + 2).mean()) @ y,
+    "signs": lambda y, m: jnp.einsum(
+        "snd,s->nd", jnp.stack([y, y[::-1]]), 60 * (m[0, :2] - m[0, 1::-1])
+    ),
 }
 
 
@@ -210,17 +238,41 @@ def _blurred(row, kernel):
     return jnp.convolve(row, kernel / kernel.sum(), mode="same")
 
 
-@pytest.mark.parametrize("dtype", POLICIES)
-@pytest.mark.parametrize("name", OVER)
-def test_a_product_of_a_loss_over_what_has_an_offset_reads_it_unrounded(name, dtype):
-    def loss(dot):
-        return lambda w, b, rows: jnp.mean(OVER[name](dot(jnp.asarray(X[:, 0]), w) + b, rows) ** 2)
+def _classes(y):
+    return jnp.asarray(np.eye(5)[np.arange(60) % 5], y.dtype)
 
-    rows = np.abs(EACH[:, :12]) / np.abs(EACH[:, :12]).sum(1, keepdims=True)
-    fun = loss(jnp.matmul)
-    right = exactly(jax.value_and_grad(fun), W, BIAS, rows)
-    by_hand = _errors(jax.value_and_grad(loss(hand_cast(DTYPES[dtype]))), right, W, BIAS, rows)
-    got = _errors(jax.value_and_grad(mpjax.autocast(fun, POLICIES[dtype])), right, W, BIAS, rows)
-    assert got <= 2 * by_hand + float(jnp.finfo(DTYPES[dtype]).eps)
-    products = mpjax.explain(fun, POLICIES[dtype])(W, BIAS, rows).rows
-    assert [r.dtype for r in products if r.operation == "dot_general"][:1] == [dtype]
+
+def _times(y):
+    return jnp.asarray(np.linspace(-1, 1, 60), y.dtype)
+
+
+def _powers(y):
+    return jnp.stack([_times(y) ** i for i in range(3)], axis=1)
+
+
+OVER_WEIGHTS = np.abs(_normal(60, 60))
+OVER_WEIGHTS /= OVER_WEIGHTS.sum(1, keepdims=True)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dtype", POLICIES)
+@pytest.mark.parametrize("over", OVER)
+def test_a_product_of_a_loss_over_what_has_an_offset_reads_it_unrounded(over, dtype):
+    ways, places = [way for way in ADDED if way != "a layer for each example"], list(BETWEEN)
+    first = list(OVER).index(over)
+    for i in range((first + list(POLICIES).index(dtype)) % 3, len(ways), 3):
+        add, between = ways[i], places[(i + 3 * first) % len(places)]
+
+        def loss(dot, add=add, between=between):
+            def fun(w, b, m):
+                y = _added(add, between, dot, w, b).reshape(60, 6)
+                return jnp.mean(OVER[over](y, m) ** 2)
+
+            return jax.value_and_grad(fun)
+
+        args = W, BIAS, OVER_WEIGHTS
+        right = exactly(loss(jnp.matmul), *args)
+        by_hand = _errors(loss(hand_cast(DTYPES[dtype])), right, *args)
+        low = mpjax.autocast(loss(jnp.matmul), POLICIES[dtype])
+        got = _errors(low, right, *args)
+        assert got <= 2 * by_hand + float(jnp.finfo(DTYPES[dtype]).eps), (over, add, between)

@@ -78,8 +78,6 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         read |= out_read & (CANCELS | BELOW)
     elif out_read & CANCELS:
         read |= RUINED  # all terms of the difference are of the same, unrounded values
-    if out_read & BELOW and facts.adds_up(eqn):
-        read |= CANCELS
     if name in traits.OF_FEW or totals.is_along_one(eqn):
         read |= out_read & RUINED
     if out_read & (SOLUTION | RELATIVE):
@@ -181,13 +179,23 @@ def ruins(eqn: Eqn) -> bool:
 
 
 def of_levels(eqn: Eqn, out_read: int, known: facts.Facts) -> list[int]:
-    """Returns how a difference reads a product over a value with an offset: `u - weights @ u`.
+    """Returns how a difference reads the level of a value with an offset: `u - weights @ u`.
 
     Operands that are rounded would lose what the difference leaves. In a network, whose later
-    layers read it, a person who casts by hand rounds them too.
+    layers read it, a person who casts by hand rounds them too. Of the level, products and sums read
+    all but the value so: `weights`, if a product made them.
     """
-    over = differences.over_levels(eqn, known)
-    return [CANCELS if is_over and not out_read & FORWARD else 0 for is_over in over]
+    if out_read & BELOW and facts.adds_up(eqn):
+        to_result, *to_operands = (
+            facts.of_atom(v, known).added for v in (eqn.outvars[0], *eqn.invars)
+        )
+        on = CANCELS | BELOW if any(a.by_product for a in to_result) else CANCELS
+        return [0 if any(not a.by_product for a in to) else on for to in to_operands]
+    if out_read & FORWARD or eqn.primitive.name not in traits.SHIFTS:
+        return []
+    levels = differences.are_levels(eqn, known)
+    own = CANCELS | BELOW | DIFFERENCE | RESULT
+    return [own if is_level else DIFFERENCE * any(levels) for is_level in levels]
 
 
 def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:

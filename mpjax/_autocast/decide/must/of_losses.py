@@ -50,6 +50,8 @@ def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
         return SMALL
     if contraction.is_by_a_vector(eqn) and (is_an_angle or _is_of_functions(operands, some)):
         return SMALL
+    if known[eqn.outvars[0]].added and _weights_examples(eqn, out_read):
+        return SMALL
     return SMALL if any(_is_small(eqn, i, operands) for i in range(2)) else 0
 
 
@@ -71,6 +73,17 @@ def _counts_examples(eqn: Eqn, some: int) -> bool:
     if not (some & fact_flags.PRODUCT and some & ranges.CHANCES) or scopes.is_transposed(eqn):
         return False
     return contraction.is_of_few_cells(eqn)
+
+
+def _weights_examples(eqn: Eqn, out_read: int) -> bool:
+    """Whether a product of examples that have an offset is a mean of them, or a few sums.
+
+    As `weights @ y / weights.sum()`, which is taken off `y`, also by a norm in a network; or as the
+    slopes `times @ y` in a loss: weights that add up to 0 cancel the offset in the sum.
+    """
+    if contraction.is_by_one_row(eqn):
+        return bool(out_read & DIFFERENCE or not out_read & FORWARD)
+    return not out_read & FORWARD and any(contraction.is_narrow(eqn, i) for i in range(2))
 
 
 def _is_of_functions(operands: Sequence[facts.Fact], some: int) -> bool:
