@@ -465,3 +465,38 @@ def a_divergence_near_its_prior(dot, p, x):
 def phases_made_by_a_product(dot, p, x, places, waves):
     phases = jnp.cos(2 * np.pi / 16 * dot(places, waves))
     return _read(dot, p, jnp.tanh(phases * dot(x, p["a"])))
+
+
+# -- offsets that a product takes along ------------------------------------------------------------
+
+_WEIGHTS = np.abs(_normal(24, 24))
+_OFFSET = {"a": _normal(12, 16, scale=0.3), "c": _normal(16, 6, scale=0.3)}
+_OFFSET["level"] = _normal(6, scale=200.0)
+
+
+def _with_an_offset(dot, p, x):
+    return _made(dot, p, x) + p["level"]
+
+
+@_head(HIDDEN, params=_OFFSET, data=(_WEIGHTS / _WEIGHTS.sum(1, keepdims=True),))
+def an_offset_less_its_neighbours(dot, p, x, weights):
+    y = _with_an_offset(dot, p, x)
+    return jnp.mean((y - weights @ y) ** 2)
+
+
+@_head(HIDDEN, params=_OFFSET, data=(_WEIGHTS,))
+def an_offset_less_its_quotients(dot, p, x, weights):
+    y = _with_an_offset(dot, p, x)
+    return jnp.mean((y - weights @ y / weights.sum(1, keepdims=True)) ** 2)
+
+
+@_head(HIDDEN, params=_OFFSET, data=(np.eye(4, dtype="f")[np.arange(24) % 4],))
+def an_offset_less_the_means_of_classes(dot, p, x, classes):
+    y = _with_an_offset(dot, p, x)
+    return jnp.mean((y - classes @ (classes.T @ y / 6)) ** 2)
+
+
+@_head(HIDDEN, params=_OFFSET, data=(np.linspace(-1, 1, 24, dtype="f"),))
+def slopes_of_an_offset(dot, p, x, times):
+    y = _with_an_offset(dot, p, x)
+    return jnp.mean((times @ y / (times @ times)) ** 2)

@@ -24,7 +24,7 @@ from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
 from mpjax._base.quantized_array import dequantize, holds_quantized
 from mpjax._base.users_line import NEEDS_VALUES, users_line
-from mpjax._jaxpr.promoted import with_promotions_written
+from mpjax._jaxpr.one_form import in_one_form
 
 
 def name_of(fun: Any) -> str:
@@ -100,7 +100,7 @@ def trace(
 
 def _prepared(jaxpr: Any, arrays: Sequence[Any]) -> Any:
     """Returns the program that is decided about: the same numbers, written as passes expect it."""
-    jaxpr = derivatives.mark_backward_passes(with_promotions_written(jaxpr))
+    jaxpr = derivatives.mark_backward_passes(in_one_form(jaxpr))
     jaxpr = speed.batch_counted_rows(dequantize_at_products(jaxpr, arrays), arrays)
     return speed.mark_permutations(jaxpr)
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._jaxpr.promoted import with_promotions_written
+from mpjax._jaxpr.one_form import in_one_form
 
 
 class RuleTrace:
@@ -39,7 +39,7 @@ class RuleTrace:
 
         self.arrays = [args[i] for i in where]
         traced = jax.make_jaxpr(flat)(*map(form, self.arrays))
-        self.jaxpr = with_promotions_written(traced)
+        self.jaxpr = in_one_form(traced)
 
     def rebuild(self, outs: Sequence[Any]) -> Any:
         """Returns the result of the call from the results of the jaxpr."""

@@ -98,8 +98,8 @@ def shared(first: Any, second: Any) -> bool:
 
 def is_level(first: Any, second: Any) -> bool:
     """Whether a product took along what was added to a value: `weights @ u` beside `u`."""
-    taken = {a.root for a in first.added if a.by_product}
-    return any(a.root in taken for a in second.added)
+    taken = frozenset(a.root for a in first.added if a.by_product)
+    return roots.meet(taken, frozenset(a.root for a in second.added))
 
 
 def entered(fact: Any, atom: Any, part: structure.Part, place: int) -> Any:

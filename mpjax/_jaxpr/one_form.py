@@ -1,8 +1,9 @@
-"""Products of operands in two dtypes, with the cast that JAX leaves out of them written out.
+"""Programs in one form: what JAX writes in two ways is written in one, and decided about alike.
 
 `x @ w` of float32 inputs and bfloat16 weights is one `dot_general` of both dtypes, where
-`x @ w.astype(jnp.float32)` is a cast and a product. They are the same product, and get the same
-decision: here the first becomes the second.
+`x @ w.astype(jnp.float32)` is a cast and a product. Here the first becomes the second. And where a
+program takes a gradient of a checkpoint itself, JAX writes each value that is saved as rounded to
+all the bits it has: here it is copied.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Var
+from jax.extend.core.primitives import copy_p
 
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
@@ -25,8 +27,8 @@ from mpjax._jaxpr.rewriting import with_more_equations, with_programs
 from mpjax._jaxpr.sizes import is_float32
 
 
-def with_promotions_written(program: Any) -> Any:
-    """Returns a closed jaxpr in which no product has one float32 operand alone."""
+def in_one_form(program: Any) -> Any:
+    """Returns a closed jaxpr: no product has one float32 operand alone, each rounding rounds."""
     known: dict[int, Jaxpr] = {}
 
     def changed(jaxpr: Any) -> Jaxpr:
@@ -37,10 +39,20 @@ def with_promotions_written(program: Any) -> Any:
     def one(eqn: Eqn) -> Sequence[Eqn]:
         if structure.is_call(eqn):
             return (with_programs(eqn, changed),)
+        if _rounds_nothing(eqn):
+            return (eqn.replace(primitive=copy_p, params={}),)
         return _written(eqn) if _is_mixed(eqn) else (eqn,)
 
     new = changed(program.jaxpr)
     return program if new is program.jaxpr else program.replace(jaxpr=new)
+
+
+def _rounds_nothing(eqn: Eqn) -> bool:
+    """Whether an equation rounds to as many bits as its operand has, or to more."""
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    has, kept = jnp.finfo(eqn.invars[0].aval.dtype), eqn.params
+    return kept["exponent_bits"] >= has.nexp and kept["mantissa_bits"] >= has.nmant
 
 
 def _is_mixed(eqn: Eqn) -> bool:
