@@ -34,12 +34,12 @@ pow                                     | fusible distances relative
 log log2                                | fusible distances relative
 log1p                                   | fusible distances
 rsqrt                                   | fusible relative positive
-cbrt                                    | fusible relative
+cbrt                                    | fusible distances relative
 sin cos tan                             | fusible absolute saturates angles
 sinh cosh                               | fusible absolute saturates
 asin acos acosh atanh                   | fusible distances
-atan asinh                              | fusible saturates
-atan2                                   | fusible
+atan asinh                              | fusible distances saturates
+atan2                                   | fusible distances
 erfc                                    | fusible costly saturates
 erf_inv one_minus_square                | fusible distances
 sign                                    | fusible saturates
@@ -67,9 +67,10 @@ scatter-mul                             | updates native
 psum psum_invariant unreduced_psum      | across hands_on linear of_totals
 reduce_scatter unreduced_reduce_scatter | across hands_on linear of_totals
 psum_scatter                            | across hands_on linear of_totals
-lgamma digamma polygamma                | of_few
+lgamma digamma polygamma                | of_few distances
 igamma igammac igamma_grad_a            | of_few unforgiving
-bessel_i0e bessel_i1e nextafter         | of_few
+bessel_i0e bessel_i1e                   | of_few distances
+nextafter                               | of_few
 random_gamma_grad zeta                  | of_few unforgiving
 regularized_incomplete_beta polynomial  | of_few unforgiving
 complex real imag conj                  | of_few hands_on linear complex
@@ -234,7 +235,10 @@ ABSOLUTE = _having("absolute")
 """Sensitive to absolute error: bfloat16 rounds 40.1 to 40, and sin(40.1) is not like sin(40)."""
 
 DISTANCES = _having("distances")
-"""Reads how far its operand is from 0, 1 or -1: `log` near 1, `acos` at both ends."""
+"""Reads how far its operand is from 0, 1 or -1: `log` near 1, `acos` at both ends.
+
+Or from an offset, which is taken off its results: `lgamma(z) - lgamma(z).mean(0)` of `z = 300 + y`.
+"""
 
 RELATIVE = _having("relative")
 """Reads a small value as exactly as a large one: a logarithm, a root."""

@@ -73,6 +73,10 @@ def _normed_with_products(y):
     return centred * lax.rsqrt(mean(centred**2) + 1e-5)
 
 
+def _centred(u):
+    return u - _mean(u, (0, 1))
+
+
 def _normed_at_once(y, axes):
     spread = jnp.maximum(_mean(y * y, axes) - _mean(y, axes) ** 2, 0.0)
     return (y - _mean(y, axes)) * lax.rsqrt(spread + 1e-2)
@@ -106,9 +110,18 @@ CANCELLED = {
     "a target": lambda y: y - jnp.asarray(TARGET),
     "a number by its places": lambda y: y.at[:, np.arange(5)].add(-100.0),
     "a polynomial": lambda y: jnp.polyval(jnp.array([1.0, -200.0, 10000.0], y.dtype), y) / 4,
+    "a logarithm of gamma": lambda y: _centred(jax.scipy.special.gammaln(y)) / 5,
+    "a digamma": lambda y: 100 * _centred(jax.scipy.special.digamma(y)),
+    "a trigamma": lambda y: 1e4 * _centred(jax.scipy.special.polygamma(1, y)),
+    "a Bessel function": lambda y: 5e3 * _centred(jax.scipy.special.i0e(y)),
+    "a cubic root": lambda y: 60 * _centred(jnp.cbrt(y)),
+    "an inverse of a hyperbolic sine": lambda y: 100 * _centred(jnp.arcsinh(y)),
+    "an angle": lambda y: 200 * _centred(jnp.arctan2(y, y[:, :1] + 1)),
+    "a number that is computed": lambda y: (jnp.cbrt(y) - jnp.cbrt(jnp.array(100, y.dtype))) * 60,
     "a sharp function": lambda y: 4 * jax.scipy.special.gammainc(jnp.array(100, y.dtype), y),
 }  # fmt: skip
 OF_TARGETS = {"a target", "a number by its places", "a polynomial", "a sharp function"}
+OF_TARGETS.add("a number that is computed")
 AROUND_THE_TARGET = {"a bias", "a bias first", "a bias with axes", "a number", "a bias in a call"}
 AROUND_THE_TARGET |= {"a bias in a map", "a bias of one at a time"}
 BETWEEN = {
