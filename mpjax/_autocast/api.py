@@ -345,7 +345,8 @@ def _check_algorithm(policy: scopes.Policies, algorithm: Any) -> None:
 class full_precision(contextlib.ContextDecorator, metaclass=SaysToCall):
     """A region in which autocast changes nothing: everything inside runs in float32.
 
-    It is a context manager and a decorator. Outside autocast it does nothing.
+    It is a context manager and a decorator. Outside autocast it does nothing. An autocast function
+    that is called inside keeps its own policy: call the function that it was made of.
 
     Dtypes:
       Low values that enter the region are widened, exactly.

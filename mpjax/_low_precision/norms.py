@@ -1,5 +1,6 @@
 """Global norms of gradients that neither overflow nor underflow, and clipping by them."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import optax
 from mpjax._base import compat
 from mpjax._base.described import described
 from mpjax._base.dtypes import FLOAT32, describe
-from mpjax._base.errors import message
+from mpjax._base.errors import PolicyWarning, message
 from mpjax._base.foreign_keywords import AXIS, NORM
 from mpjax._base.keywords import names_keywords
 from mpjax._base.tree import check_axes, is_array, is_floating, to_full
@@ -85,6 +86,7 @@ def clip_by_global_norm(
     Raises:
       ValueError: `max_norm` is not positive; in `update`, gradients are still scaled, or
         `shard_map` does not track types where `axis_name` is given.
+      PolicyWarning: without `axis_name`, gradients differ by device.
 
     Dtypes:
       Gradients keep theirs; the arithmetic is float32.
@@ -103,6 +105,8 @@ def clip_by_global_norm(
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         del params
         refuse_scaled(updates, "clip_by_global_norm")
+        if axis_name is None:
+            _warn_of_shards(updates)
         value, factor = _norm(updates, axis_name, "clip_by_global_norm")
         limit = jnp.asarray(max_norm, FLOAT32)
         # The norm is `value * factor`, which float32 may not hold: compare without it.
@@ -120,6 +124,19 @@ def clip_by_global_norm(
         return jax.tree.map(clip, updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _warn_of_shards(updates: PyTree) -> None:
+    """Warns where each device has other gradients, and would clip by a norm of its own."""
+    arrays = filter(is_array, jax.tree.leaves(updates))
+    axes = sorted({str(name) for x in arrays for name in compat.varying_axes(x)})
+    if axes:
+        got = f"each device of {', '.join(map(repr, axes))} has other gradients"
+        got += ", and clips by the norm of its own."
+        names = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
+        fix = f"Type clip_by_global_norm(..., axis_name={names}) for the norm of all"
+        fix += ", or axis_name=() if each device trains a model of its own."
+        warnings.warn(message("clip_by_global_norm", got, fix), PolicyWarning, stacklevel=4)
 
 
 def _check_max_norm(max_norm: Any) -> None:

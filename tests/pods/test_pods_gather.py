@@ -1,5 +1,7 @@
 """Sharded casts: the network carries 16 bits, gradients are summed in float32, values are right."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -302,6 +304,27 @@ def test_a_norm_over_devices_needs_types_that_tell_shards_from_copies(mesh):
     assert jax.eval_shape(jax.shard_map(norm, **options), jnp.ones(8)).shape == ()
     with pytest.raises(ValueError, match=r"global_norm\(axis_name\)(.|\n)*check_vma=True"):
         jax.eval_shape(jax.shard_map(norm, **options, check_vma=False), jnp.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("axis_name", "spec", "said"),
+    [
+        (None, P("fsdp"), r"'fsdp' has other gradients(.|\n)*axis_name='fsdp'"),
+        (None, P(), None),
+        ("fsdp", P("fsdp"), None),
+        ((), P("fsdp"), None),  # each device trains a model of its own
+    ],
+)
+def test_clipping_each_device_by_the_norm_of_its_own_shards_warns(axis_name, spec, said, mesh):
+    clip = mpjax.optim.clip_by_global_norm(1.0, axis_name=axis_name)
+
+    def clipped(grads):
+        return clip.update({"w": grads, "count": 0}, clip.init(grads))[0]["w"]
+
+    run = jax.shard_map(clipped, mesh=mesh, in_specs=spec, out_specs=spec)
+    wanted = pytest.warns(mpjax.PolicyWarning, match=said) if said else contextlib.nullcontext()
+    with wanted:
+        jax.eval_shape(run, jnp.ones((8, 16)))
 
 
 # -- under jit -------------------------------------------------------------------------------------
