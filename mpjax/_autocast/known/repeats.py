@@ -32,7 +32,7 @@ _EVERY = -1
 _MOST = 8
 _PUT_TOGETHER = traits.PUTS_TOGETHER | traits.UPDATES
 _PRESERVE_AXES = MOVES | _PUT_TOGETHER | traits.ACROSS | {"reduce_window_sum"}
-_PRESERVE_ADDED = traits.ADDS | traits.POWERS | traits.LIMITS | traits.COMPLEX
+_PRESERVE_ADDED = traits.ADDS | traits.POWERS | traits.LIMITS | traits.COMPLEX | {"rsqrt"}
 _STARTS = traits.ADDS | {"broadcast_in_dim"}
 _ELEMENTWISE = traits.OF_FEW - MOVES - _PUT_TOGETHER
 
@@ -178,14 +178,16 @@ def _scaled(added: frozenset[Added], factors: Iterable[Any]) -> frozenset[Added]
     """Returns what was added, scaled; scaled by a product's result, it is another value.
 
     A mean with weights takes a bias with it as one without does: `u - (m * u).sum(0) / m.sum()`.
-    A number is none in `z * (1 + tanh(z))`.
+    So does `z * sigmoid(z)`, a function of the sum alone. `z * (1 + tanh(z))` loses the number.
     """
     products = [f for f in factors if f.flags & PRODUCT]
-    if not all(f.added for f in products):
-        return frozenset()
     if len(products) < 2:
-        return added
-    return frozenset(a for a in added if not roots.is_constant(a.root))
+        return frozenset() if any(not f.added for f in products) else added
+    of_all = frozenset[Added].intersection(*(f.added for f in products))
+    added = frozenset(a for a in added if a in of_all or not roots.is_constant(a.root))
+    with_a_bias = [f for f in products if not f.added.isdisjoint(added)]
+    is_of_one = all(any(f.roots <= g.roots for g in with_a_bias) for f in products)
+    return added if is_of_one else frozenset()
 
 
 def _few(added: frozenset[Added]) -> frozenset[Added]:

@@ -74,7 +74,7 @@ def _normed_with_products(y):
 
 
 def _centred(u):
-    return u - _mean(u, (0, 1))
+    return u - _mean(u, 1)
 
 
 def _normed_at_once(y, axes):
@@ -110,6 +110,9 @@ CANCELLED = {
     "a target": lambda y: y - jnp.asarray(TARGET),
     "a number by its places": lambda y: y.at[:, np.arange(5)].add(-100.0),
     "a polynomial": lambda y: jnp.polyval(jnp.array([1.0, -200.0, 10000.0], y.dtype), y) / 4,
+    "a SiLU": lambda y: _centred(jax.nn.silu(y)),
+    "an exact GELU": lambda y: _centred(jax.nn.gelu(y, approximate=False)),
+    "a reciprocal root": lambda y: 2e3 * _centred(lax.rsqrt(y)),
     "a logarithm of gamma": lambda y: _centred(jax.scipy.special.gammaln(y)) / 5,
     "a digamma": lambda y: 100 * _centred(jax.scipy.special.digamma(y)),
     "a trigamma": lambda y: 1e4 * _centred(jax.scipy.special.polygamma(1, y)),

@@ -186,11 +186,10 @@ def of_levels(eqn: Eqn, out_read: int, known: facts.Facts) -> list[int]:
     all but the value so: `weights`, if a product made them.
     """
     if out_read & BELOW and facts.adds_up(eqn):
-        to_result, *to_operands = (
-            facts.of_atom(v, known).added for v in (eqn.outvars[0], *eqn.invars)
-        )
-        on = CANCELS | BELOW if any(a.by_product for a in to_result) else CANCELS
-        return [0 if any(not a.by_product for a in to) else on for to in to_operands]
+        to_result, *to = (facts.of_atom(v, known).added for v in (eqn.outvars[0], *eqn.invars))
+        if not any(a.by_product for a in to_result):
+            return [CANCELS] * len(to)
+        return [0 if any(not a.by_product for a in each) else CANCELS | BELOW for each in to]
     if out_read & FORWARD or eqn.primitive.name not in traits.SHIFTS:
         return []
     levels = differences.are_levels(eqn, known)
