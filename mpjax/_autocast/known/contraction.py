@@ -55,9 +55,13 @@ def is_by_one_row(eqn: Eqn) -> bool:
 
 def free_axes(eqn: Eqn, operand: int) -> list[Any]:
     """Returns the sizes of the axes of a `dot_general`'s operand that stay in its result alone."""
-    summed, batch = (axes[operand] for axes in eqn.params["dimension_numbers"])
     shape = eqn.invars[operand].aval.shape
-    return [n for i, n in enumerate(shape) if i not in (*summed, *batch)]
+    return [shape[i] for i in _free_places(eqn, operand)]
+
+
+def _free_places(eqn: Eqn, operand: int) -> list[int]:
+    summed, batch = (axes[operand] for axes in eqn.params["dimension_numbers"])
+    return [i for i in range(eqn.invars[operand].aval.ndim) if i not in (*summed, *batch)]
 
 
 def axes_after(eqn: Eqn, operand: int, along: int) -> int | None:
@@ -69,7 +73,7 @@ def axes_after(eqn: Eqn, operand: int, along: int) -> int | None:
     ndim = eqn.outvars[0].aval.ndim
     if eqn.primitive.name == "dot_general":
         contracted, batch = (axes[operand] for axes in eqn.params["dimension_numbers"])
-        free = [i for i in range(eqn.invars[operand].aval.ndim) if i not in (*contracted, *batch)]
+        free = _free_places(eqn, operand)
         first = len(batch) if operand == 0 else ndim - len(free)
         places = {**dict(enumerate(batch)), **dict(enumerate(free, first))}
     elif eqn.primitive.name == "conv_general_dilated" and operand == 0:

@@ -21,12 +21,11 @@ def is_of_products(eqn: Eqn, facts: Facts) -> bool:
 
 
 def are_levels(eqn: Eqn, facts: Facts) -> list[bool]:
-    """Returns, for each term of a sum, whether it is the level of what it is taken off.
+    """Returns, for both terms of a difference, whether it is the level of what it is taken off.
 
-    As in `u - weights @ u` of `u = x @ w + b`; of a sum that takes nothing off, none is.
+    As in `u - weights @ u` of `u = x @ w + b`. Nothing for other operations.
     """
-    pairs = _subtracted(eqn, facts)
-    return [repeats.is_level(a, b) for a, b in pairs] or [False] * len(eqn.invars)
+    return [repeats.is_level(a, b) for a, b in _subtracted(eqn, facts)]
 
 
 def _is_over(product: Fact, value: Fact) -> bool:

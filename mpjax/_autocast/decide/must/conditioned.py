@@ -190,7 +190,7 @@ def of_levels(eqn: Eqn, out_read: int, known: facts.Facts) -> list[int]:
         if not any(a.by_product for a in to_result):
             return [CANCELS] * len(to)
         return [0 if any(not a.by_product for a in each) else CANCELS | BELOW for each in to]
-    if out_read & FORWARD or eqn.primitive.name not in traits.SHIFTS:
+    if out_read & FORWARD:
         return []
     levels = differences.are_levels(eqn, known)
     own = CANCELS | BELOW | DIFFERENCE | RESULT
